@@ -1,0 +1,1 @@
+"""What travels between processes: typed messages, framing, and torch's store as plain data."""
