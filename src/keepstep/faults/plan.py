@@ -73,7 +73,11 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def due(self, rank: int, step: int) -> tuple[Fault, ...]:
         """The faults of ``rank`` in ``step``, in the plan's order, fired or not."""
-        return tuple(f for f in self.faults if f.rank == rank and f.step == step)
+        return tuple(f for f in self.at(step) if f.rank == rank)
+
+    def at(self, step: int) -> tuple[Fault, ...]:
+        """The faults of all ranks in ``step``, in the plan's order, fired or not."""
+        return tuple(fault for fault in self.faults if fault.step == step)
 
 
 def claim(run_dir: Path, index: int) -> bool:
@@ -90,6 +94,11 @@ def claim(run_dir: Path, index: int) -> bool:
         return False
     os.close(fd)
     return True
+
+
+def claimed(run_dir: Path, index: int) -> bool:
+    """Whether the fault at place ``index`` has fired."""
+    return (run_dir / "faults" / f"{index}.fired").exists()
 
 
 def _parse(spec: str, index: int, world: int) -> Fault | str:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import msgspec
+
+STACK_SIGNAL = signal.SIGRTMIN + 5
+"""Asks a rank to write its Python stacks to its stack file, even while it holds the lock."""
+
+
+def stack_file(run_dir: Path, rank: int, inc: int) -> Path:
+    """Where incarnation ``inc`` of ``rank`` writes its stacks."""
+    return run_dir / "stacks" / f"rank-{rank:05d}-{inc:03d}.txt"
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
@@ -10,7 +21,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
     ``rank`` and ``size`` are global, ``local_rank`` counts inside the node, ``round`` numbers the
     rendezvous (1 for the first), ``resume`` is the step to resume from (0: from the start) and
-    ``folder`` the name of the checkpoint that holds it.
+    ``folder`` the name of the checkpoint that holds it; ``term`` is the coordinator's.
     """
 
     rank: int
@@ -21,6 +32,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     resume: int = 0
     folder: str = ""
+    term: int = 0
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,89 @@
+"""The agent's own helper processes: coordinator, zygote, writer. None of them is a rank."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from keepstep.agent.launch_spec import Launch
+from keepstep.config.load import encode
+from keepstep.wire.channel import Channel, pair
+from keepstep.wire.messages import FROM_COORDINATOR, FROM_WRITER, FROM_ZYGOTE
+
+
+def _start(
+    module: str, arguments: list[str], environ: dict[str, str], log: Path
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start ``python -m module`` in a session of its own with one end of a socket pair."""
+    ours, theirs = pair()
+    with theirs, log.open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", module, "--fd", str(theirs.fileno()), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            env=environ,
+        )
+    return ours, process
+
+
+class Children:
+    """Coordinator, zygote and writer of one node, with the channels to them.
+
+    Args:
+        spec: What is launched.
+    """
+
+    def __init__(self, spec: Launch) -> None:
+        config = spec.config
+        environ = _importable(spec.environ)
+        logs = spec.log_dir
+        sock, self.coordinator_process = _start(
+            "keepstep.coordinator",
+            [
+                *("--run", spec.run_id, "--run-dir", str(spec.run_dir)),
+                *("--world", str(spec.nproc), "--config", encode(config).decode()),
+            ],
+            environ,
+            logs / "coordinator.log",
+        )
+        self.coordinator: Channel[FROM_COORDINATOR] = Channel(
+            sock, FROM_COORDINATOR, blocking=False
+        )
+        names = "" if spec.mode == "program" else config.rank.preload
+        sock, self.zygote_process = _start(
+            "keepstep.rank.zygote",
+            ["--method", config.rank.start_method, "--preload", names],
+            environ,
+            logs / "zygote.log",
+        )
+        self.zygote: Channel[FROM_ZYGOTE] = Channel(sock, FROM_ZYGOTE, blocking=False)
+        sock, self.writer_process = _start(
+            "keepstep.checkpoint.writer_process", [], environ, logs / "writer.log"
+        )
+        self.writer: Channel[FROM_WRITER] = Channel(sock, FROM_WRITER, blocking=False)
+
+    def close(self, limit_s: float) -> None:
+        """End them by closing their channels; kill whoever takes longer than ``limit_s`` seconds."""
+        for channel in (self.zygote, self.writer, self.coordinator):
+            channel.close()
+        for process in (self.zygote_process, self.writer_process, self.coordinator_process):
+            try:
+                process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _importable(environ: dict[str, str]) -> dict[str, str]:
+    """The helpers import the same keepstep as the agent, wherever it was started from."""
+    here = str(Path(__file__).resolve().parents[2])
+    if not here.endswith("src"):
+        return dict(environ)
+    known = environ.get("PYTHONPATH", "")
+    parts = [here, *[part for part in known.split(":") if part and part != here]]
+    return {**environ, "PYTHONPATH": ":".join(parts)}

@@ -1,0 +1,58 @@
+"""The environment that a rank gets: torchrun's variables, and keepstep's own."""
+
+from __future__ import annotations
+
+import socket
+
+from keepstep.agent.launch_spec import Launch
+
+
+def free_port(address: str) -> int:
+    """A TCP port of ``address`` that nobody uses now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.bind((address, 0))
+        return int(sock.getsockname()[1])
+
+
+def rank_environment(
+    spec: Launch, *, rank: int, round: int, port: int, fresh_base: bool
+) -> dict[str, str]:
+    """Variables of ``rank`` in ``round``.
+
+    Args:
+        spec: What is launched. port: MASTER_PORT of the round.
+        fresh_base: Whether the whole base environment is included (the process has another one).
+    """
+    size = spec.nproc
+    limit = spec.config.restart.max_restarts
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": spec.role,
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": spec.master_addr,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(round - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(limit if limit >= 0 else 1_000_000),
+        "TORCHELASTIC_RUN_ID": spec.run_id,
+        # Rank 0 hosts the store, on a port that no earlier round used: a stale store cannot be met.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "KEEPSTEP_RUN_ID": spec.run_id,
+        "KEEPSTEP_RUN_DIR": str(spec.run_dir),
+    }
+    base = dict(spec.environ) if fresh_base else {}
+    return base | variables
+
+
+def shared_environment(environ: dict[str, str], nproc: int) -> dict[str, str]:
+    """The base environment, with what must be in place before torch loads."""
+    shared = dict(environ)
+    if nproc > 1:
+        shared.setdefault("OMP_NUM_THREADS", "1")
+    return shared

@@ -1,0 +1,76 @@
+"""``launch``: from a checked ``Launch`` to an exit code. The agent's process."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+
+from keepstep import __version__, events
+from keepstep.agent.agent import Agent
+from keepstep.agent.console import Console
+from keepstep.agent.environment import shared_environment
+from keepstep.agent.launch_spec import Launch
+from keepstep.agent.run_folder import RunFolder
+from keepstep.errors import ExitCode
+from keepstep.faults import triggers
+from keepstep.faults.plan import FaultPlan
+
+
+def launch(spec: Launch) -> int:
+    """Run the job; returns keepstep's exit code.
+
+    Raises:
+        UsageError: the run folder or a fault cannot be used.
+        CheckpointNotWritable: checkpoints cannot be written.
+    """
+    spec = _completed(spec)
+    _check_faults(spec)
+    folder = RunFolder(spec)
+    console = Console()
+    try:
+        agent = Agent(spec, console)
+        _handle_signals(spec, agent)
+        agent.recorder.emit(
+            events.RunBegin(
+                argv=spec.argv,
+                engine=spec.config.engine.name,
+                world=spec.nproc,
+                version=__version__,
+            )
+        )
+        console.say(f"run {spec.run_id}: {spec.nproc} ranks, run folder {spec.run_dir}")
+        end = agent.run()
+        code, reason = int(end.exit_code), end.reason
+        if not code and agent.leftover:
+            code = int(ExitCode.NEGATIVE)
+            reason = f"{reason}, but ranks {agent.leftover} ended with an error afterwards"
+        agent.recorder.emit(events.RunEnd(exit_code=code, reason=reason))
+        agent.close_files()
+        console.close()
+        console.say(f"{reason} (exit code {code})")
+        return code
+    finally:
+        folder.close()
+
+
+def _completed(spec: Launch) -> Launch:
+    """Fill in what follows from other values."""
+    config = spec.config
+    root = config.checkpoint.dir or str(spec.run_dir / "checkpoints")
+    checkpoint = dataclasses.replace(config.checkpoint, dir=str(Path(root).absolute()))
+    run = dataclasses.replace(config.run, id=spec.run_id, dir=str(spec.run_dir))
+    return dataclasses.replace(
+        spec,
+        config=dataclasses.replace(config, checkpoint=checkpoint, run=run),
+        environ=shared_environment(spec.environ, spec.nproc),
+    )
+
+
+def _check_faults(spec: Launch) -> None:
+    triggers.check_means(FaultPlan.parse(spec.config.faults.inject, world=spec.nproc).faults)
+
+
+def _handle_signals(spec: Launch, agent: Agent) -> None:
+    for name in spec.notice_signals:
+        signal.signal(signal.Signals[name], lambda number, _: agent.notice(number))

@@ -1,0 +1,155 @@
+"""``Job``: what a training function gets to count steps, save and restore.
+
+Steps count from 1: step k is the k-th update of the model, and checkpoint k holds the state after
+it. Runs in the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+from keepstep.config import CheckpointSettings
+from keepstep.engines import Saver
+from keepstep.errors import UsageError
+from keepstep.ports import PendingWrite
+from keepstep.rank.progress import Progress
+from keepstep.rank.restart import RunStopped
+from keepstep.wire.types import World
+
+
+class Job:
+    """One attempt of the training function in one round.
+
+    Args:
+        world: This rank's place. settings: when to save. saver, progress: supplied by the engine.
+        random_state: makes the object that captures random generators; restored last.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        settings: CheckpointSettings,
+        saver: Saver,
+        progress: Progress,
+        random_state: Callable[[], object],
+    ) -> None:
+        self._world = world
+        self._settings = settings
+        self._saver = saver
+        self._progress = progress
+        self._random = random_state()
+        self._tracked: dict[str, object] = {}
+        self._restored: int | None = None
+        self._done = 0
+        self._saved = 0
+        self._loss: float | None = None
+        self._pending: PendingWrite | None = None
+
+    @property
+    def world(self) -> World:
+        """This rank's place: ``rank``, ``size``, ``local_rank``, ``node``, ``round``."""
+        return self._world
+
+    def track(self, **objects: object) -> None:
+        """Name what belongs to the training state.
+
+        Modules, optimizers, anything with ``state_dict`` and ``load_state_dict`` (scheduler, scaler,
+        data position), and tensors. Random generators are always included.
+
+        Raises:
+            UsageError: a name is taken, or the state was restored already.
+        """
+        if self._restored is not None:
+            raise UsageError("job.track comes after the state was restored", advice="track first")
+        for name, value in objects.items():
+            if name in self._tracked or name == "random":
+                raise UsageError(f"job.track: the name {name!r} is taken")
+            self._tracked[name] = value
+
+    def restore(self) -> int:
+        """Load the state that the round resumes from, in place; later calls change nothing.
+
+        Returns:
+            The last completed step (0 at the start of a run).
+
+        Raises:
+            CheckpointCorrupt, CheckpointMismatch: it cannot be used.
+        """
+        if self._restored is None:
+            self._restored = self._saver.load(self._state())
+            self._done = self._saved = self._restored
+        return self._restored
+
+    def _state(self) -> dict[str, object]:
+        return {**self._tracked, "random": self._random}
+
+    @property
+    def start_step(self) -> int:
+        """The first step to do, for own loops; restores first."""
+        return self.restore() + 1
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield each step that is still to do, up to and including ``total``.
+
+        Restores before the first; after each turn the step is counted and saved when due.
+        """
+        step = self.start_step
+        while step <= total:
+            self._begin(step)
+            yield step
+            self._complete(step)
+            step += 1
+        if self._settings.every_steps and self._settings.at_end and self._saved < self._done:
+            self.save()
+        self._progress.after_steps()
+
+    def _begin(self, step: int) -> None:
+        self._loss = None
+        self._progress.begin_step(step)
+
+    def completed(self, step: int) -> None:
+        """For own loops: count ``step``, save when due, and start the next one.
+
+        Raises:
+            UsageError: steps do not follow one another.
+        """
+        self._complete(step)
+        self._begin(step + 1)
+
+    def _complete(self, step: int) -> None:
+        self.restore()
+        if step != self._done + 1:
+            raise UsageError(
+                f"step {step} was completed after step {self._done}",
+                advice="start an own loop at job.start_step and count each step once",
+            )
+        self._done = step
+        self._progress.end_step(step, self._loss)
+        every = self._settings.every_steps
+        if every and step % every == 0:
+            self.save()
+        if self._progress.stop_due(step, self._world.round):
+            if self._saved < step:
+                self.save()
+            raise RunStopped
+
+    def save(self) -> PendingWrite:
+        """Save the state after the last completed step, whatever the schedule says."""
+        self.restore()
+        self._pending = self._saver.save(self._state(), self._done)
+        self._saved = self._done
+        return self._pending
+
+    @property
+    def saving(self) -> int:
+        """Step of the last save asked for in this attempt (0: none)."""
+        return self._saved if self._pending is not None else 0
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """A named span (eval, export) with its own learned limit and goodput category."""
+        return self._progress.section(name)
+
+    def log(self, *, loss: float) -> None:
+        """The loss of the step in progress, for the progress line and the events."""
+        self._loss = float(loss)

@@ -1,0 +1,92 @@
+"""A thread that publishes manifests: storage may be slow or frozen, the coordinator must not be.
+
+It also applies retention, only after a newer commit is durable.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from keepstep.checkpoint.commit import commit
+from keepstep.checkpoint.retention import apply
+from keepstep.coordinator.saves import Ready
+from keepstep.errors import KeepstepError
+from keepstep.wire.types import Version
+
+Done = tuple[Version, str]
+
+
+class Committer:
+    """Commits what is put in; results are taken out by the coordinator's loop.
+
+    Args:
+        root: Folder of the checkpoints. keep_last: commits to keep.
+        wake: Called from the thread when a result is there.
+    """
+
+    def __init__(self, root: Path, keep_last: int, wake: Callable[[], None]) -> None:
+        self._root = root
+        self._keep_last = keep_last
+        self._wake = wake
+        self._todo: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="keepstep-commit", daemon=True)
+        self._thread.start()
+
+    def put(self, ready: Ready) -> None:
+        """Publish this version's manifest."""
+        self._todo.put(ready)
+
+    def take(self) -> list[Done]:
+        """Versions that were committed, with an error or an empty text."""
+        taken: list[Done] = []
+        while not self._done.empty():
+            taken.append(self._done.get())
+        return taken
+
+    def close(self) -> None:
+        """Finish what is queued."""
+        self._todo.put(None)
+        self._thread.join(timeout=30.0)
+
+    def _run(self) -> None:
+        while (ready := self._todo.get()) is not None:
+            error = ""
+            try:
+                commit(self._root, ready.folder, ready.version)
+            except (KeepstepError, OSError) as problem:
+                error = str(problem)
+            self._done.put((ready.version, error))
+            self._wake()
+            if not error:
+                self._retain()
+
+    def _retain(self) -> None:
+        try:
+            apply(self._root, self._keep_last)
+        except OSError:
+            # An old folder that cannot be removed costs space, not safety; the next commit tries
+            # again and `keepstep checkpoint ls` shows it.
+            return
+
+
+def claim_term(run_dir: Path, run: str) -> int:
+    """Claim the next term by exclusive creation of ``terms/N``; returns N."""
+    folder = run_dir / "terms"
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=0)
+    while True:
+        try:
+            fd = os.open(folder / f"{number:08d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            number += 1
+            continue
+        with os.fdopen(fd, "w") as file:
+            file.write(run + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return number

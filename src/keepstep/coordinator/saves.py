@@ -1,0 +1,120 @@
+"""Which saves are in flight, and when one may be committed. Pure; the coordinator owns it.
+
+A version is committed when every rank's shard is durable. A restart closes every version above the
+step it resumes from: what of it arrives later is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.wire.types import Version
+
+
+@dataclass(slots=True)
+class _Save:
+    begun: float
+    staged: set[int] = field(default_factory=set)
+    durable: set[int] = field(default_factory=set)
+    folder: str = ""
+    bytes: int = 0
+    committing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All shards of ``version`` are durable: publish its manifest."""
+
+    version: Version
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The save of ``step`` is committed (``error`` empty) or failed."""
+
+    step: int
+    error: str
+    bytes: int = 0
+    save_s: float = 0.0
+    folder: str = ""
+
+
+class Saves:
+    """State of all versions being saved by a world of ``world`` ranks."""
+
+    def __init__(self, world: int, limit_s: float) -> None:
+        self._world = world
+        self._limit_s = limit_s
+        self._open: dict[Version, _Save] = {}
+        self._closed_above: tuple[int, int] = (0, 0)
+        self.committed = 0
+        """Newest step that is committed."""
+        self.failed_in_a_row = 0
+        """Saves that failed since the last one that worked."""
+
+    def _save(self, version: Version, now: float) -> _Save | None:
+        closed_round, resume = self._closed_above
+        if version.round < closed_round and version.step > resume:
+            return None
+        return self._open.setdefault(version, _Save(begun=now))
+
+    def staged(self, rank: int, version: Version, now: float) -> None:
+        """A rank has copied its shard."""
+        save = self._save(version, now)
+        if save is not None:
+            save.staged.add(rank)
+
+    def durable(
+        self, rank: int, version: Version, folder: str, size: int, now: float
+    ) -> Ready | None:
+        """A rank's shard is on storage; Ready when it was the last one."""
+        save = self._open.get(version)
+        if save is None:
+            return None
+        save.durable.add(rank)
+        save.folder = folder
+        save.bytes += size
+        if len(save.durable) == self._world and not save.committing:
+            save.committing = True
+            return Ready(version, folder)
+        return None
+
+    def failed(self, version: Version, error: str) -> Settled | None:
+        """A shard could not be written, or the manifest was refused."""
+        if self._open.pop(version, None) is None:
+            return None
+        self.failed_in_a_row += 1
+        return Settled(version.step, error)
+
+    def commit_done(self, version: Version, now: float) -> Settled | None:
+        """The manifest is published."""
+        save = self._open.pop(version, None)
+        self.committed = max(self.committed, version.step)
+        self.failed_in_a_row = 0
+        if save is None:
+            return None
+        return Settled(version.step, "", save.bytes, now - save.begun, save.folder)
+
+    def late(self, now: float) -> list[Settled]:
+        """Give up saves that are unfinished for too long."""
+        over = [v for v, s in self._open.items() if now - s.begun > self._limit_s]
+        error = f"not durable on all {self._world} ranks after {self._limit_s:.0f} s"
+        return [s for v in over if (s := self.failed(v, error)) is not None]
+
+    def will_finish(self) -> bool:
+        """Whether a version is staged by every rank and so can still commit without them."""
+        return any(len(s.staged | s.durable) == self._world for s in self._open.values())
+
+    def pending(self, step: int) -> bool:
+        """Whether the save of ``step`` is not settled yet."""
+        return any(version.step == step for version in self._open)
+
+    def close_above(self, resume: int, next_round: int) -> list[int]:
+        """A restart resumes from ``resume``: drop newer versions; returns their steps."""
+        self._closed_above = (next_round, resume)
+        dropped = [v for v in self._open if v.step > resume]
+        for version in dropped:
+            del self._open[version]
+        self.committed = min(self.committed, resume) if dropped else self.committed
+        return sorted({version.step for version in dropped})

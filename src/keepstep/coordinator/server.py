@@ -1,0 +1,254 @@
+"""The coordinator's loop: one channel to the agent, a commit thread, the state machines.
+
+Own process on node 0 (``python -m keepstep.coordinator``), without torch. It holds soft state only
+and ends when its agent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import signal
+import socket
+import threading
+from pathlib import Path
+
+from keepstep import events
+from keepstep.checkpoint import catalog
+from keepstep.clock import SYSTEM
+from keepstep.config import Config
+from keepstep.coordinator.committer import Committer, claim_term
+from keepstep.coordinator.kv import Answer, KeyValue
+from keepstep.coordinator.rounds import Rounds
+from keepstep.coordinator.saves import Saves, Settled
+from keepstep.errors import ExitCode
+from keepstep.wire.channel import Channel, Closed
+from keepstep.wire.messages import (
+    TO_COORDINATOR,
+    AgentHello,
+    Failed,
+    Join,
+    JobEnd,
+    Notice,
+    RankDown,
+    RankEvent,
+    RankUp,
+    Returned,
+    SaveBegun,
+    SaveResult,
+    ShardDone,
+    Stalled,
+    Stepped,
+    StopRequest,
+    StoreForward,
+    ToRank,
+)
+
+_TICK_S = 0.05
+
+
+class EventFile:
+    """Appends event lines from a thread of its own: storage may be slow."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="keepstep-events", daemon=True)
+        self._thread.start()
+
+    def put(self, line: bytes) -> None:
+        """Append ``line``; never blocks."""
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Write what is queued."""
+        self._lines.put(None)
+        self._thread.join(timeout=10.0)
+
+    def _run(self) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            while (line := self._lines.get()) is not None:
+                file.write(line)
+
+
+class Coordinator:
+    """Serves one agent on ``sock``.
+
+    Args:
+        sock: Connected to the agent. run, run_dir: the run. world: number of ranks.
+        config: settings, with the checkpoint folder filled in.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, run: str, run_dir: Path, world: int, config: Config
+    ) -> None:
+        self._channel: Channel[TO_COORDINATOR] = Channel(sock, TO_COORDINATOR, blocking=False)
+        self._root = Path(config.checkpoint.dir)
+        self._run = run
+        self._config = config
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        name = f"coordinator-0-{int(SYSTEM.wall())}-{os.getpid()}.jsonl"
+        self._file = EventFile(run_dir / "events" / name)
+        recorder = events.Recorder(self._file.put, run=run, src="coordinator", world=world)
+        self._recorder = recorder
+        self._saves = Saves(world, config.checkpoint.write_limit_s)
+        term = claim_term(run_dir, run)
+        self._rounds = Rounds(world, config, term, self._saves, self._emit, self._pick)
+        self._store = KeyValue()
+        self._store_round = 0
+        self._committer = Committer(self._root, config.checkpoint.keep_last, self._wake)
+        newest = catalog.newest(self._root, run=run)
+        self._saves.committed = newest.step if newest is not None else 0
+        self._done = False
+
+    def _emit(
+        self,
+        data: events.EventData,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        round: int | None = None,
+    ) -> None:
+        number = self._rounds.round if round is None else round
+        self._recorder.emit(data, rank=rank, step=step, round=number)
+
+    def _pick(self, exclude: frozenset[str]) -> tuple[int, str]:
+        newest = catalog.newest(self._root, run=self._run, exclude=tuple(exclude))
+        return (0, "") if newest is None else (newest.step, newest.folder)
+
+    def _wake(self) -> None:
+        os.write(self._wake_write, b"x")
+
+    def serve(self) -> None:
+        """Run until the job is over and the agent is gone."""
+        self._rounds.begin()
+        selector = selectors.DefaultSelector()
+        selector.register(self._channel, selectors.EVENT_READ)
+        selector.register(self._wake_read, selectors.EVENT_READ)
+        try:
+            while self._turn(selector):
+                pass
+        except Closed:
+            pass
+        self._committer.close()
+        self._file.close()
+
+    def _turn(self, selector: selectors.BaseSelector) -> bool:
+        write = selectors.EVENT_WRITE if self._channel.wants_write else 0
+        selector.modify(self._channel, selectors.EVENT_READ | write)
+        for key, mask in selector.select(_TICK_S):
+            if key.fileobj == self._wake_read:
+                os.read(self._wake_read, 4096)
+            elif mask & selectors.EVENT_WRITE:
+                self._channel.flush()
+            elif not self._channel.read():
+                return False
+        now = SYSTEM.mono()
+        for message in self._channel.messages():
+            self._handle(message, now)
+        self._tick(now)
+        return True
+
+    def _tick(self, now: float) -> None:
+        for version, error in self._committer.take():
+            settled = (
+                self._saves.failed(version, error)
+                if error
+                else self._saves.commit_done(version, now)
+            )
+            self._settled(settled)
+        for settled in self._saves.late(now):
+            self._settled(settled)
+        self._answer(self._store.expire(now))
+        self._rounds.progress(now)
+        self._send()
+
+    def _send(self) -> None:
+        if self._rounds.opened_round != self._store_round:
+            self._store_round = self._rounds.opened_round
+            self._answer(self._store.open(self._store_round))
+        for message in self._rounds.take():
+            self._channel.send(message)
+            self._done = self._done or isinstance(message, JobEnd)
+
+    def _answer(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self._channel.send(ToRank(rank=answer.rank, inc=answer.inc, body=answer.reply))
+
+    def _handle(self, message: TO_COORDINATOR, now: float) -> None:
+        rounds = self._rounds
+        match message:
+            case StoreForward(rank=rank, call=call):
+                self._answer(self._store.call(rank, call, now))
+            case RankUp():
+                rounds.rank_up(message, now)
+            case RankDown():
+                rounds.rank_down(message, now)
+            case RankEvent(rank=rank, body=body):
+                self._rank_event(rank, body, now)
+            case Stepped():
+                rounds.stepped(message, now)
+            case Stalled():
+                rounds.stalled(message, now)
+            case SaveBegun(rank=rank, version=version):
+                self._saves.staged(rank, version, now)
+            case ShardDone():
+                self._shard_done(message, now)
+            case StopRequest():
+                rounds.stop_request(message, now)
+            case AgentHello():
+                pass
+        self._send()
+
+    def _rank_event(self, rank: int, body: object, now: float) -> None:
+        match body:
+            case Join():
+                self._rounds.join(rank, body, now)
+            case Failed():
+                self._rounds.rank_failed(rank, body, now)
+            case Returned():
+                self._rounds.returned(rank, body, now)
+            case _:
+                self._rounds.stop_ack(rank, body, now)  # type: ignore[arg-type]
+
+    # --- saves --------------------------------------------------------------------------------------
+
+    def _shard_done(self, done: ShardDone, now: float) -> None:
+        if done.error:
+            self._settled(self._saves.failed(done.version, done.error))
+            return
+        ready = self._saves.durable(done.rank, done.version, done.folder, done.bytes, now)
+        if ready is not None:
+            self._committer.put(ready)
+
+    def _settled(self, settled: Settled | None) -> None:
+        if settled is None:
+            return
+        step = settled.step
+        if settled.error:
+            self._emit(events.CheckpointFail(error=settled.error), step=step)
+            text = f"checkpoint of step {step} was not committed: {settled.error}"
+            self._channel.send(Notice(kind="fail", text=text, step=step))
+        else:
+            self._emit(
+                events.CheckpointCommit(
+                    folder=settled.folder, bytes=settled.bytes, save_s=round(settled.save_s, 6)
+                ),
+                step=step,
+            )
+            self._channel.send(Notice(kind="commit", text=settled.folder, step=step))
+        for rank, inc in enumerate(self._rounds.incarnations()):
+            body = SaveResult(step=step, error=settled.error)
+            self._channel.send(ToRank(rank=rank, inc=inc, body=body))
+        if self._saves.failed_in_a_row > self._config.checkpoint.max_failures:
+            count = self._saves.failed_in_a_row
+            text = f"{count} saves in a row failed, the last with: {settled.error}"
+            self._rounds.fail(ExitCode.CHECKPOINT, text)
+
+
+def ignore_terminal_signals() -> None:
+    """Ctrl-C and SIGTERM are the agent's business; it tells the coordinator."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

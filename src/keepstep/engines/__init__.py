@@ -1,0 +1,61 @@
+"""Engines: who supplies restart, saving and heartbeat. ``choose`` picks one by setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from keepstep.config import Config
+from keepstep.errors import EngineUnavailable
+from keepstep.ports import PendingWrite, Restarter
+from keepstep.rank.progress import Progress
+from keepstep.rank.runtime import Runtime
+from keepstep.wire.types import World
+
+
+class Saver(Protocol):
+    """Saves and loads a job's state in one round."""
+
+    def save(self, state: dict[str, object], step: int) -> PendingWrite:
+        """Copy ``state`` and write it in the background."""
+
+    def load(self, state: dict[str, object]) -> int:
+        """Fill ``state`` in place; returns the step it belongs to (0: nothing to load)."""
+
+
+class Engine(Protocol):
+    """What ``keepstep.run`` needs from an engine."""
+
+    exit_code: int
+    """What the process must end with after the run."""
+    progress: Progress
+    """Where jobs report to."""
+
+    def restarter(self, saving: Callable[[], int]) -> Restarter:
+        """Calls the attempt once a round; ``saving`` gives the step of the last save asked for."""
+
+    def saver(self, world: World) -> Saver:
+        """Saving and loading in the round of ``world``."""
+
+    def close(self) -> None:
+        """End threads and processes that the engine started."""
+
+
+def choose(config: Config, runtime: Runtime | None) -> Engine:
+    """The engine that ``config`` names, for a rank of ``keepstep run`` or a plain script.
+
+    Raises:
+        EngineUnavailable: its package is missing, or it is not part of this version.
+    """
+    if config.engine.name != "native":
+        raise EngineUnavailable(
+            f'engine "{config.engine.name}" is not part of this version',
+            advice='set engine.name = "native"',
+        )
+    if runtime is None:
+        from keepstep.engines.standalone import StandaloneEngine
+
+        return StandaloneEngine(config)
+    from keepstep.engines.native import NativeEngine
+
+    return NativeEngine(config, runtime)

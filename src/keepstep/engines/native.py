@@ -1,0 +1,99 @@
+"""The native engine in a rank of ``keepstep run``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from keepstep.config import Config
+from keepstep.engines import Saver
+from keepstep.ports import PendingWrite, Restarter
+from keepstep.rank.agent_staging import AgentStaging
+from keepstep.rank.progress import LaunchedProgress, SaveEvents
+from keepstep.rank.restart import Groups, NativeRestarter
+from keepstep.rank.runtime import Runtime
+from keepstep.rank.shard_writer import NativeShardWriter
+from keepstep.wire.types import Version, World
+
+
+class NativeEngine:
+    """Control channel, agent-owned staging slots, in-process restart."""
+
+    def __init__(self, config: Config, runtime: Runtime) -> None:
+        self._config = config
+        self._runtime = runtime
+        self.progress = LaunchedProgress(runtime)
+        self._writer: NativeShardWriter | None = None
+        self._restarter: NativeRestarter | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What the process must end with after the run."""
+        return self._restarter.exit_code if self._restarter else 0
+
+    def restarter(self, saving: Callable[[], int]) -> Restarter:
+        """In-process restart in the launcher's rounds."""
+        self._restarter = NativeRestarter(self._runtime, self._groups(), saving)
+        return self._restarter
+
+    def _groups(self) -> Groups:
+        wanted = "torch" in sys.modules or "torch" in self._config.rank.preload.split(",")
+        if not wanted:
+            from keepstep.rank.no_groups import NoGroups
+
+            return NoGroups()
+        from keepstep.rank.round_groups import RoundGroups
+
+        return RoundGroups(self._runtime)
+
+    def saver(self, world: World) -> Saver:
+        """Saves into the agent's slots; the coordinator commits."""
+        if self._writer is None:
+            self._writer = NativeShardWriter(
+                AgentStaging(self._runtime), rank=world.rank, world=world.size
+            )
+        return LaunchedSaver(self._runtime, self._writer, world)
+
+    def close(self) -> None:
+        """Drop the slots' mappings."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class LaunchedSaver:
+    """Implements ``engines.Saver`` for one round."""
+
+    def __init__(self, runtime: Runtime, writer: NativeShardWriter, world: World) -> None:
+        self._runtime = runtime
+        self._writer = writer
+        self._world = world
+        self._events = SaveEvents(runtime)
+        self._root = Path(runtime.config.checkpoint.dir)
+
+    def save(self, state: dict[str, object], step: int) -> PendingWrite:
+        """Copy ``state`` into a slot and hand it to the node's writer."""
+        version = Version(
+            run=self._runtime.start.run,
+            term=self._world.term,
+            round=self._world.round,
+            step=step,
+            world=self._world.size,
+        )
+        size: list[int] = []
+        with self._events.saving(step, size):
+            pending = self._writer.begin(state, version, self._root)
+            size.append(self._writer.last_bytes)
+        return pending
+
+    def load(self, state: dict[str, object]) -> int:
+        """Load the checkpoint that this round resumes from."""
+        if not self._world.resume:
+            return 0
+        size: list[int] = []
+        with self._events.restoring(self._world.resume, size):
+            size.append(self._writer.load(state, self._root / self._world.folder))
+        return self._world.resume
+
+

@@ -1,0 +1,79 @@
+"""The native engine without launcher: a plain ``python`` or ``torchrun`` script.
+
+Saving works (each rank has its own writer process); there is nobody to restart, so an exception ends
+the script as it always did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from keepstep.rank.checkpointer import Checkpointer
+from keepstep.config import Config, env
+from keepstep.engines import Saver
+from keepstep.ports import PendingWrite, Restarter
+from keepstep.rank.plain_group import PlainGroup
+from keepstep.rank.progress import NoProgress
+from keepstep.wire.types import World
+
+T = TypeVar("T")
+
+
+class StandaloneEngine:
+    """One attempt, in the world that the environment describes."""
+
+    exit_code = 0
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.progress = NoProgress()
+        self._checkpointer: Checkpointer | None = None
+
+    def restarter(self, saving: Callable[[], int]) -> Restarter:
+        """Calls the attempt once."""
+        return Once(self._config)
+
+    def saver(self, world: World) -> Saver:
+        """Saves with a writer process of this rank."""
+        root = self._config.checkpoint.dir or str(
+            Path(self._config.run.dir or "runs/plain") / "checkpoints"
+        )
+        self._checkpointer = Checkpointer(root, keep_last=self._config.checkpoint.keep_last)
+        return StandaloneSaver(self._checkpointer)
+
+    def close(self) -> None:
+        """Wait for the last save, then end the writer."""
+        if self._checkpointer is not None:
+            self._checkpointer.finalize(self._config.checkpoint.write_limit_s)
+            self._checkpointer.close()
+            self._checkpointer = None
+
+
+class StandaloneSaver:
+    """Implements ``engines.Saver`` with a ``Checkpointer``."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+
+    def save(self, state: dict[str, object], step: int) -> PendingWrite:
+        """Copy ``state`` and write it in the background."""
+        return self._checkpointer.async_save(state, step)
+
+    def load(self, state: dict[str, object]) -> int:
+        """Load the newest committed checkpoint, if there is one."""
+        return self._checkpointer.restore(state)
+
+
+class Once:
+    """Implements ``ports.Restarter`` by calling the attempt once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def run(self, attempt: Callable[[World], T]) -> T:
+        """Initialise the process group if the environment names a world, and call ``attempt``."""
+        settings = self._config.restart
+        with PlainGroup(env.snapshot(), settings.backend, settings.pg_timeout_s) as world:
+            return attempt(world)

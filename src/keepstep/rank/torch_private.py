@@ -1,0 +1,60 @@
+"""Every private name of torch that keepstep uses, tested against the installed version at start.
+
+If a name is missing, ``problems`` says so and what is lost; nothing else breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+_HELPER = "_new_process_group_helper"
+
+
+def problems() -> list[str]:
+    """What this version of torch does not offer, one sentence each; empty when all is well."""
+    found: list[str] = []
+    if not callable(getattr(c10d, _HELPER, None)):
+        found.append(
+            f"torch {torch.__version__} has no distributed_c10d.{_HELPER}: groups made inside the "
+            "script cannot be freed at once; a blocked rank waits for its time limit"
+        )
+    if not hasattr(getattr(c10d, "_world", None), "pg_map"):
+        found.append(
+            f"torch {torch.__version__} has no distributed_c10d._world.pg_map: the rank that missed "
+            "a collective cannot be named"
+        )
+    return found
+
+
+def wrap_group_creation(around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Enter ``around()`` whenever torch makes a process group; returns what undoes it."""
+    original: Callable[..., Any] | None = getattr(c10d, _HELPER, None)
+    if original is None:
+        return lambda: None
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    setattr(c10d, _HELPER, wrapped)
+    return lambda: setattr(c10d, _HELPER, original)
+
+
+def groups() -> Iterator[tuple[str, Any]]:
+    """Name and object of every process group of this process."""
+    world = getattr(c10d, "_world", None)
+    for group in tuple(getattr(world, "pg_map", {})):
+        yield str(getattr(group, "group_name", "") or "world"), group
+
+
+def sequence_number(group: Any) -> int:
+    """How many collectives this rank has entered on ``group``; -1 if it cannot be told."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return -1

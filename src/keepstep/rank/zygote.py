@@ -1,0 +1,231 @@
+"""The zygote: parent of all ranks of a node (``python -m keepstep.rank.zygote``).
+
+It imports torch once and forks parked processes from that (milliseconds instead of seconds), or
+starts fresh interpreters with ``--method spawn``. It stays single-threaded, initialises nothing of
+CUDA or gloo, and is the subreaper of everything the ranks start: whatever is left of a rank that
+ended is killed here. When the agent is gone (its socket closes), it kills everything and exits.
+
+It must not know about rounds or rank numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+
+from keepstep.clock import SYSTEM
+from keepstep.rank import linux
+from keepstep.wire.channel import Channel, Closed
+from keepstep.wire.messages import (
+    TO_ZYGOTE,
+    ChildExited,
+    KillTree,
+    Spawn,
+    Spawned,
+    ZygoteReady,
+)
+
+# What FSDP training touches lazily; imported before the fork if torch is preloaded at all.
+_WITH_TORCH = (
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch.distributed.checkpoint",
+    "torch.optim",
+    "keepstep.api.run",
+    "keepstep.checkpoint.torch_reader",
+    "keepstep.rank.groups",
+    "keepstep.rank.shard_writer",
+    "keepstep.rank.store",
+)
+
+
+def preload(names: list[str]) -> str:
+    """Import ``names`` (torch with what FSDP needs); returns what failed, empty if nothing."""
+    try:
+        for name in names:
+            importlib.import_module(name)
+        if "torch" in names:
+            for name in _WITH_TORCH:
+                importlib.import_module(name)
+    except ImportError as error:
+        return str(error)
+    gc.collect()
+    gc.freeze()  # shared pages stay shared: the collector does not touch them in the children
+    return ""
+
+
+class Zygote:
+    """Serves the agent on ``sock``."""
+
+    def __init__(self, sock: socket.socket, method: str) -> None:
+        self._channel: Channel[TO_ZYGOTE] = Channel(sock, TO_ZYGOTE, blocking=False)
+        self._method = method
+        self._children: set[int] = set()
+        self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._sweeps_left = 0
+
+    def serve(self, names: list[str]) -> None:
+        """Run until the agent is gone."""
+        linux.become_subreaper()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        error = preload(names)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._channel.send(
+            ZygoteReady(pid=os.getpid(), threads=len(os.listdir("/proc/self/task")), error=error)
+        )
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        try:
+            while self._turn():
+                pass
+        except Closed:
+            pass
+        self._end()
+
+    def _turn(self) -> bool:
+        events = selectors.EVENT_READ
+        if self._channel.wants_write:
+            events |= selectors.EVENT_WRITE
+        self._selector.modify(self._channel, events)
+        for key, mask in self._selector.select(0.05 if self._sweeps_left else None):
+            if key.fileobj == self._wake:
+                os.read(self._wake, 4096)
+            elif mask & selectors.EVENT_WRITE:
+                self._channel.flush()
+            elif not self._channel.read():
+                return False
+        for message in self._channel.messages():
+            self._handle(message)
+        self._reap()
+        if self._sweeps_left:
+            self._sweep()
+        return True
+
+    def _handle(self, message: TO_ZYGOTE) -> None:
+        if isinstance(message, KillTree):
+            if message.pid in self._children:
+                linux.kill_tree(message.pid)
+            return
+        fds = [self._channel.take_fd() for _ in range(4)]
+        pid = self._fork(fds) if self._method == "fork" else self._spawn(fds)
+        for fd in fds:
+            os.close(fd)
+        self._children.add(pid)
+        self._channel.send(Spawned(ticket=message.ticket, pid=pid))
+
+    def _fork(self, fds: list[int]) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 70
+        try:
+            self._become_rank(parent, fds)
+            from keepstep.rank import bootstrap
+
+            code = bootstrap.serve(fds[0], fds[1])
+        except BaseException:  # noqa: BLE001 - a child must never run the zygote's own loop
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _become_rank(self, parent: int, fds: list[int]) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._wake_write)
+        self._channel.close()
+        os.setsid()
+        linux.die_with_parent(parent)
+        os.dup2(fds[2], 1)
+        os.dup2(fds[3], 2)
+        os.close(fds[2])
+        os.close(fds[3])
+
+    def _spawn(self, fds: list[int]) -> int:
+        command = [sys.executable, "-m", "keepstep.rank.bootstrap"]
+        command += ["--control", str(fds[0]), "--board", str(fds[1]), "--parent", str(os.getpid())]
+        child = subprocess.Popen(  # noqa: S603
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=fds[2],
+            stderr=fds[3],
+            pass_fds=(fds[0], fds[1]),
+            start_new_session=True,
+            restore_signals=True,
+        )
+        child.returncode = 0  # reaped by our own waitpid; Popen must not warn or wait
+        return child.pid
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._children:
+                self._children.discard(pid)
+                linux.kill_tree(pid)
+                self._sweeps_left = 20  # its orphans arrive here as they lose their parents
+                self._channel.send(ChildExited(pid=pid, status=status, t=SYSTEM.mono()))
+
+    def _sweep(self) -> None:
+        """Kill processes that became ours because the rank that started them has ended."""
+        self._sweeps_left -= 1
+        me = os.getpid()
+        for pid, (parent, _) in linux.parents().items():
+            if parent == me and pid not in self._children:
+                linux.kill_tree(pid)
+
+    def _end(self) -> None:
+        """The agent is gone: nothing may stay behind."""
+        for pid in tuple(self._children):
+            linux.kill_tree(pid)
+        deadline = SYSTEM.mono() + 10.0
+        while SYSTEM.mono() < deadline:
+            me = os.getpid()
+            mine = [pid for pid, (parent, _) in linux.parents().items() if parent == me]
+            if not mine:
+                return
+            for pid in mine:
+                linux.kill_tree(pid)
+            try:
+                os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            SYSTEM.sleep(0.005)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--method", choices=("fork", "spawn"), required=True)
+    parser.add_argument("--preload", default="")
+    options = parser.parse_args()
+    names = [name for name in options.preload.split(",") if name]
+    Zygote(socket.socket(fileno=options.fd), options.method).serve(
+        names if options.method == "fork" else []
+    )
+
+
+if __name__ == "__main__":
+    main()
