@@ -97,6 +97,15 @@ def test_without_the_coordinator_a_restart_begins_when_a_survivor_joins_the_next
     }
 
 
+def test_script_without_keepstep_steps_before_its_round_is_announced() -> None:
+    log = RunLog()
+    log.launch(0.0)
+    log.steps(2.0, 1, 5, 1)
+    log.add(3.0, ev.RoundReady(pids={"0": 10, "1": 11}, resume=0), round=1)
+    log.end(7.0)
+    assert seconds(account(log.events)) == {"startup": 2.0, "productive": 5.0}
+
+
 def test_steps_alone_without_any_round_are_productive() -> None:
     log = RunLog(world=1)
     for step in (1, 2, 3):

@@ -82,6 +82,8 @@ def test_fault_that_had_no_effect_is_listed_as_never_detected() -> None:
     log = two_rounds()
     log.inject(1.5, "oom", 2, 1, 2)
     log.restart(6.0, 1, cause="unknown", guilty=-1, step=6)
+    lost = ev.RankFailed(failure="peer_lost", error="closed", location="train.py:1")
+    log.add(6.0, lost, rank=2, round=1)
     missed, found = faults(log.events)
     assert (missed.kind, missed.rank, missed.step, missed.level) == ("oom", 2, 2, None)
     assert (missed.cause, missed.recover_s, missed.steps_lost) == (None, None, None)
@@ -139,6 +141,34 @@ def test_fault_injected_into_a_rank_that_failed_as_a_consequence_shares_the_rest
     listed = faults(log.events)
     assert [(fault.rank, fault.level) for fault in listed] == [(1, "rank"), (2, "rank")]
     assert listed[1].detect_s == 0.5
+
+
+def test_fault_found_after_the_decision_is_an_entry_of_the_same_restart() -> None:
+    log = two_rounds()
+    log.inject(5.4, "exception", 1, 1, 6)
+    log.restart(5.5, 1, cause="exception", step=6, level="kept")
+    log.inject(5.75, "kill", 2, 1, 6)
+    log.add(6.0, ev.RankExit(pid=12, incarnation=1, code=-9), src="agent", rank=2)
+    first, second = faults(log.events)
+    assert (first.kind, first.rank, first.level, first.cause) == (
+        "exception",
+        1,
+        "kept",
+        "exception",
+    )
+    assert (second.kind, second.rank, second.level, second.cause) == ("kill", 2, "rank", "killed")
+    assert (second.detect_s, second.recover_s) == (0.25, 3.25)
+    assert second.line == ""
+
+
+def test_real_fault_is_not_hidden_by_an_injected_one_that_shares_its_restart() -> None:
+    log = two_rounds()
+    log.inject(5.5, "kill", 2, 1, 6)
+    log.restart(6.0, 1, guilty=1, step=6, consequences=(2,))
+    assert [(fault.kind, fault.injected) for fault in faults(log.events)] == [
+        ("kill", True),
+        ("killed", False),
+    ]
 
 
 def test_recovery_lasts_until_a_round_in_which_all_ranks_step() -> None:

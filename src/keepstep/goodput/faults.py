@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.events import Event
 from keepstep.goodput.gather import gather
@@ -50,18 +50,16 @@ def listed(launches: list[Launch]) -> list[Fault]:
         for restart in launch.restarts:
             if restart.inferred:
                 continue
-            behind: list[Injected | None] = [*restart.injected] or [None]
-            for injected in behind:
-                t = restart.begin if injected is None else injected.t
-                entries.append((t, _answered(launch, restart, injected, later)))
+            t = restart.injected.t if restart.injected else restart.begin
+            first = _answered(launch, restart, later)
+            entries.append((t, first))
+            entries += [(f.t, _also(launch, restart, f, first)) for f in restart.also]
         entries += [(f.t, _undetected(f)) for f in launch.injected if not f.matched]
     return [fault for _, fault in sorted(entries, key=lambda entry: entry[0])]
 
 
-def _answered(
-    launch: Launch, restart: Restart, injected: Injected | None, later: list[Round]
-) -> Fault:
-    cause = restart.cause
+def _answered(launch: Launch, restart: Restart, later: list[Round]) -> Fault:
+    cause, injected = restart.cause, restart.injected
     guilty = None if cause is None or cause.guilty < 0 else cause.guilty
     found = restart.first_kind if cause is None else cause.cause
     step = cause.step if cause else _newest_begun(launch, restart)
@@ -81,6 +79,24 @@ def _answered(
         consequences=list(cause.consequences) if cause else [],
         reason=cause.reason if cause else "",
         line=cause.line if cause else "",
+    )
+
+
+def _also(launch: Launch, restart: Restart, injected: Injected, first: Fault) -> Fault:
+    """A fault that a restart answered, although it was begun for another one."""
+    found = injected.found
+    known = max(restart.begin, injected.t) if found is None else found.t
+    died = found is not None and found.cause in ("killed", "oom", "exit", "hang")
+    return replace(
+        first,
+        kind=injected.kind,
+        rank=injected.rank,
+        level="rank" if died and first.level in ("kept", "rerun") else first.level,
+        detect_s=(known - injected.t) / 1e9,
+        recover_s=_recovery(launch, restart, injected.t),
+        cause=found.cause if found else first.cause,
+        injected=True,
+        line="",
     )
 
 
@@ -133,7 +149,6 @@ def _survivors_kept(launch: Launch, restart: Restart, after: Round | None) -> bo
     hit: set[int | None] = {f.rank for f in launch.injected if low <= f.t <= high}
     for other in launch.restarts:
         if low <= other.begin <= high:
-            hit |= {fault.rank for fault in other.injected}
             hit.add(other.cause.guilty if other.cause else None)
     kept = [rank for rank in before.pids if rank not in hit]
     return all(before.pids[rank] == after.pids.get(rank) for rank in kept)

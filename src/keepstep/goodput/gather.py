@@ -12,7 +12,7 @@ import msgspec
 
 from keepstep import events as ev
 from keepstep.events import Event, EventData
-from keepstep.goodput.timeline import Injected, Launch, Restart, Round, Span
+from keepstep.goodput.timeline import Evidence, Injected, Launch, Restart, Round, Span
 
 STALL = "checkpoint_stall"
 
@@ -159,17 +159,19 @@ def _restart_cause(launch: Launch, t: int, event: Event, data: EventData) -> Non
 
 def _rank_exit(launch: Launch, t: int, event: Event, data: EventData) -> None:
     if isinstance(data, ev.RankExit) and data.code != 0 and not data.by_us:
-        launch.exits.append(t)
+        cause = "oom" if data.oom else "killed" if data.code < 0 else "exit"
+        launch.evidence.append(Evidence(t, event.rank, cause, t))
 
 
 def _rank_hung(launch: Launch, t: int, event: Event, data: EventData) -> None:
     if isinstance(data, ev.RankHung):
-        launch.hangs.append((t - nanoseconds(max(0.0, data.idle_s)), t))
+        since = t - nanoseconds(max(0.0, data.idle_s))
+        launch.evidence.append(Evidence(t, event.rank, "hang", since))
 
 
 def _rank_failed(launch: Launch, t: int, event: Event, data: EventData) -> None:
     if isinstance(data, ev.RankFailed):
-        launch.round(_number(launch, event)).failures.append((t, data.failure))
+        launch.evidence.append(Evidence(t, event.rank, data.failure, t))
 
 
 def _rank_joined(launch: Launch, t: int, event: Event, data: EventData) -> None:
@@ -278,9 +280,11 @@ def _settle_rounds(launch: Launch) -> None:
     """Find out which rounds ran, and when those became ready that no coordinator announced."""
     announced = any(entry.told for entry in launch.rounds.values())
     for entry in launch.rounds.values():
-        if entry.told:
-            continue
         work = entry.first_work()
+        if entry.told:  # a script without keepstep.run steps before its round is announced
+            ready = entry.ready or 0
+            entry.ready = ready if work is None else min(ready, work)
+            continue
         joins = [t for t in entry.joined.values() if work is None or t <= work]
         if work is not None:
             entry.ready = max(joins, default=work)
@@ -296,41 +300,42 @@ def _infer_restarts(launch: Launch) -> None:
         low, high = old.ready or 0, new.ready or 0
         if any(low <= restart.begin <= high for restart in launch.restarts):
             continue
-        first = min(old.failures, default=(high, "unknown"))
-        evidence = [first[0], *new.joined.values()]
-        begin = min(max(low, min(evidence)), high)
-        restart = Restart(begin, old.number, first[1], cause_t=begin, inferred=True)
-        launch.restarts.append(restart)
+        signs = [(e.t, e.cause) for e in launch.evidence if low <= e.t <= high]
+        signs += [(t, "unknown") for t in new.joined.values() if low <= t <= high]
+        begin, cause = min(signs, default=(high, "unknown"))
+        launch.restarts.append(Restart(begin, old.number, cause, cause_t=begin, inferred=True))
     launch.restarts.sort(key=lambda restart: restart.begin)
 
 
 def _match_faults(launch: Launch) -> None:
-    """Find for each restart the drill's faults behind it: the guilty rank's, then consequences."""
-    for restart in launch.restarts:
-        if restart.inferred:
-            continue
+    """Find for each restart the drill's fault behind it, then those that it answered too."""
+    written = [restart for restart in launch.restarts if not restart.inferred]
+    for restart in written:
         guilty = restart.cause.guilty if restart.cause else -1
-        pool = _open_faults(launch, max(restart.begin, restart.cause_t))
+        pool = _open_faults(launch, 0, max(restart.begin, restart.cause_t))
         if guilty >= 0:
             pool = [fault for fault in pool if fault.rank == guilty]
         else:
             pool = [fault for fault in pool if not _went_on(launch, fault)]
         before = [fault for fault in pool if fault.t <= restart.begin]
-        _take(restart, (before or pool)[-1:])
-    for restart in launch.restarts:
+        for fault in (before or pool)[-1:]:
+            fault.matched, restart.injected = True, fault
+    for restart in written:
+        last, following = launch.round_before(restart.begin), launch.round_after(restart.begin)
+        low = last.ready if last and last.ready else launch.begin
+        high = following.ready if following and following.ready else launch.end
         hit = restart.cause.consequences if restart.cause else []
-        pool = _open_faults(launch, max(restart.begin, restart.cause_t))
-        _take(restart, [f for f in pool if f.rank in hit and not _went_on(launch, f)])
+        for fault in _open_faults(launch, low, high):
+            if _went_on(launch, fault):
+                continue
+            signs = [e for e in launch.evidence if e.rank == fault.rank and fault.t <= e.t <= high]
+            if signs or fault.rank in hit:
+                fault.matched, fault.found = True, min(signs, key=lambda e: e.t, default=None)
+                restart.also.append(fault)
 
 
-def _open_faults(launch: Launch, until: int) -> list[Injected]:
-    return [fault for fault in launch.injected if fault.t <= until and not fault.matched]
-
-
-def _take(restart: Restart, faults: list[Injected]) -> None:
-    for fault in faults:
-        fault.matched = True
-        restart.injected.append(fault)
+def _open_faults(launch: Launch, low: int, high: int) -> list[Injected]:
+    return [fault for fault in launch.injected if low <= fault.t <= high and not fault.matched]
 
 
 def _went_on(launch: Launch, fault: Injected) -> bool:
@@ -343,12 +348,11 @@ def _went_on(launch: Launch, fault: Injected) -> bool:
 def _fault_time(launch: Launch, restart: Restart) -> int:
     """When the failure happened, not after it was known."""
     if restart.injected:
-        return min(restart.begin, restart.injected[0].t)
+        return min(restart.begin, restart.injected.t)
     before = launch.round_before(restart.begin)
     low = launch.begin if before is None or before.ready is None else before.ready
-    times = [t for t in launch.exits if low <= t]
-    times += [max(low, since) for since, seen in launch.hangs if low <= seen <= restart.begin]
-    times += [t for t, _ in before.failures] if before else []
+    signs = [e for e in launch.evidence if low <= e.t <= restart.begin]
+    times = [max(low, e.since) for e in signs] + [fault.t for fault in restart.also]
     if restart.inferred:
-        times += [f.t for f in launch.injected if low <= f.t and not _went_on(launch, f)]
+        times += [f.t for f in launch.injected if not _went_on(launch, f)]
     return min([t for t in times if low <= t <= restart.begin], default=restart.begin)

@@ -23,9 +23,21 @@ class Span:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Something that showed at ``t`` that ``rank`` failed, at ``since`` at the latest; ``cause`` in
+    the words of ``restart.cause``."""
+
+    t: int
+    rank: int | None
+    cause: str
+    since: int
+
+
 @dataclass(slots=True, eq=False)
 class Injected:
-    """A drill's fault that fired. ``matched``: a restart was found to answer it."""
+    """A drill's fault that fired. ``matched``: a restart was found to answer it; ``found`` is what
+    showed it, where that is known and it is not what the restart was begun for."""
 
     t: int
     rank: int | None
@@ -33,6 +45,7 @@ class Injected:
     round: int
     kind: str
     matched: bool = False
+    found: Evidence | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +53,9 @@ class Restart:
     """One failure and its answer.
 
     ``begin`` is when it was known, ``fault`` when it happened (as early as the evidence goes),
-    ``round`` the round that failed, ``cause_t`` when the cause was written. ``injected`` are the
-    drill's faults behind it, the guilty rank's first. ``inferred``: no coordinator wrote it down.
+    ``round`` the round that failed, ``cause_t`` when the cause was written. ``injected`` is the
+    drill's fault behind it, ``also`` those that the same restart answered too. ``inferred``: no
+    coordinator wrote it down.
     """
 
     begin: int
@@ -50,7 +64,8 @@ class Restart:
     cause: RestartCause | None = None
     cause_t: int = 0
     fault: int = 0
-    injected: list[Injected] = field(default_factory=list)
+    injected: Injected | None = None
+    also: list[Injected] = field(default_factory=list)
     inferred: bool = False
 
 
@@ -80,7 +95,6 @@ class Round:
     restores: list[Span] = field(default_factory=list)
     loading: dict[int, int] = field(default_factory=dict)
     restored: int | None = None
-    failures: list[tuple[int, str]] = field(default_factory=list)
     last_seen: dict[int, int] = field(default_factory=dict)
 
     def expected(self) -> set[int]:
@@ -133,9 +147,8 @@ class Round:
 class Launch:
     """One start of the launcher. ``exit_code`` is None where its end was not written.
 
-    ``ran`` are the rounds that became ready, in time order. ``exits`` are the ends of rank
-    processes that nobody asked for; ``hangs`` are pairs: when a hung rank last made progress, and
-    when it was found.
+    ``ran`` are the rounds that became ready, in time order. ``evidence`` of failures: errors,
+    hangs, and ends of processes that nobody asked for.
     """
 
     begin: int
@@ -147,8 +160,7 @@ class Launch:
     ran: list[Round] = field(default_factory=list)
     restarts: list[Restart] = field(default_factory=list)
     injected: list[Injected] = field(default_factory=list)
-    exits: list[int] = field(default_factory=list)
-    hangs: list[tuple[int, int]] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
     last_rank_event: int = 0
 
