@@ -82,7 +82,9 @@ make_venv() {
   fi
   base="$(find_python)"
   release="$(torch_release "$base")"
-  if torch_is_enough "$release" && [ "$TORCH_WANTED" = "$TORCH_DEFAULT" ]; then
+  # A virtual environment's packages cannot be shared with another one, an installation's can.
+  if torch_is_enough "$release" && [ "$TORCH_WANTED" = "$TORCH_DEFAULT" ] &&
+    "$base" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)'; then
     say "$base has torch $release: the environment will use it"
     options+=(--system-site-packages)
   fi
