@@ -1,0 +1,26 @@
+"""Settings: frozen dataclasses, one section each, and where their values come from.
+
+The only package that reads the environment.
+"""
+
+from keepstep.config.settings import (
+    CheckpointSettings,
+    Config,
+    EngineSettings,
+    FaultSettings,
+    HeartbeatSettings,
+    RankSettings,
+    RestartSettings,
+    RunSettings,
+)
+
+__all__ = [
+    "CheckpointSettings",
+    "Config",
+    "EngineSettings",
+    "FaultSettings",
+    "HeartbeatSettings",
+    "RankSettings",
+    "RestartSettings",
+    "RunSettings",
+]
