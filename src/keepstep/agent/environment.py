@@ -15,18 +15,15 @@ def free_port(address: str) -> int:
         return int(sock.getsockname()[1])
 
 
-def rank_environment(
-    spec: Launch, *, rank: int, round: int, port: int, fresh_base: bool
-) -> dict[str, str]:
-    """Variables of ``rank`` in ``round``.
+def rank_environment(spec: Launch, *, rank: int, round: int, port: int) -> dict[str, str]:
+    """Variables of ``rank`` in ``round``, beyond those that all ranks inherit.
 
     Args:
         spec: What is launched. port: MASTER_PORT of the round.
-        fresh_base: Whether the whole base environment is included (the process has another one).
     """
     size = spec.nproc
     limit = spec.config.restart.max_restarts
-    variables = {
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -46,8 +43,6 @@ def rank_environment(
         "KEEPSTEP_RUN_ID": spec.run_id,
         "KEEPSTEP_RUN_DIR": str(spec.run_dir),
     }
-    base = dict(spec.environ) if fresh_base else {}
-    return base | variables
 
 
 def shared_environment(environ: dict[str, str], nproc: int) -> dict[str, str]:

@@ -94,7 +94,7 @@ class HangWatch:
         board = process.board
         phase, label, progress, steps = board.phase, board.label, board.last_progress, board.steps
         if steps != seen.steps:
-            self._learned.add("step", board.step_s, first=steps == 1)
+            self._learned.add("step", board.step_s, first=board.done == process.resumed_at + 1)
         changed = (phase, label) != (seen.phase, seen.label)
         if changed and seen.progress and seen.phase not in (*_UNWATCHED, Phase.STEP):
             self._learned.add(
@@ -109,7 +109,7 @@ class HangWatch:
             bound = beats.section_limit_s
         elif seen.phase == Phase.SAVE:
             bound = self._config.checkpoint.write_limit_s
-        first = seen.phase == Phase.STEP and seen.steps == 0
+        first = seen.phase == Phase.STEP and process.board.done == process.resumed_at
         return self._learned.of(
             seen.phase.name.lower(),
             floor_s=beats.min_limit_s,

@@ -42,9 +42,9 @@ def launch(spec: Launch) -> int:
         console.say(f"run {spec.run_id}: {spec.nproc} ranks, run folder {spec.run_dir}")
         end = agent.run()
         code, reason = int(end.exit_code), end.reason
-        if not code and agent.leftover:
+        if not code and agent.failed_later:
             code = int(ExitCode.NEGATIVE)
-            reason = f"{reason}, but ranks {agent.leftover} ended with an error afterwards"
+            reason = f"{reason}, but ranks {agent.failed_later} ended with an error afterwards"
         agent.recorder.emit(events.RunEnd(exit_code=code, reason=reason))
         agent.close_files()
         console.close()

@@ -37,6 +37,17 @@ class RankProcess:
         if isinstance(body, Go):
             self.resumed_at = body.resume
 
+    def first_step_done(self) -> int:
+        """The step, once, when the process has completed its first step of a round; else 0."""
+        number = self.board.round if self.adopted else self.round
+        done = self.board.done
+        if number == self.stepped_round or not self.board.steps:
+            return 0
+        if self.adopted and done <= self.resumed_at:
+            return 0
+        self.stepped_round = number
+        return done
+
     @property
     def lives(self) -> bool:
         """Whether the process has not been seen to end."""

@@ -102,7 +102,7 @@ class Job:
             step += 1
         if self._settings.every_steps and self._settings.at_end and self._saved < self._done:
             self.save()
-        self._progress.after_steps()
+        self._progress.begin_step(None)
 
     def _begin(self, step: int) -> None:
         self._loss = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import queue
-import selectors
 import signal
 import socket
 import threading
@@ -24,12 +23,12 @@ from keepstep.coordinator.rounds import Rounds
 from keepstep.coordinator.saves import Saves, Settled
 from keepstep.errors import ExitCode
 from keepstep.wire.channel import Channel, Closed
+from keepstep.wire.loop import Loop
 from keepstep.wire.messages import (
     TO_COORDINATOR,
     AgentHello,
     Failed,
     Join,
-    JobEnd,
     Notice,
     RankDown,
     RankEvent,
@@ -88,7 +87,7 @@ class Coordinator:
         self._root = Path(config.checkpoint.dir)
         self._run = run
         self._config = config
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._loop = Loop()
         name = f"coordinator-0-{int(SYSTEM.wall())}-{os.getpid()}.jsonl"
         self._file = EventFile(run_dir / "events" / name)
         recorder = events.Recorder(self._file.put, run=run, src="coordinator", world=world)
@@ -98,10 +97,10 @@ class Coordinator:
         self._rounds = Rounds(world, config, term, self._saves, self._emit, self._pick)
         self._store = KeyValue()
         self._store_round = 0
-        self._committer = Committer(self._root, config.checkpoint.keep_last, self._wake)
+        self._committer = Committer(self._root, config.checkpoint.keep_last, self._loop.wake)
         newest = catalog.newest(self._root, run=run)
         self._saves.committed = newest.step if newest is not None else 0
-        self._done = False
+        self._gone = False
 
     def _emit(
         self,
@@ -118,38 +117,24 @@ class Coordinator:
         newest = catalog.newest(self._root, run=self._run, exclude=tuple(exclude))
         return (0, "") if newest is None else (newest.step, newest.folder)
 
-    def _wake(self) -> None:
-        os.write(self._wake_write, b"x")
-
     def serve(self) -> None:
         """Run until the job is over and the agent is gone."""
         self._rounds.begin()
-        selector = selectors.DefaultSelector()
-        selector.register(self._channel, selectors.EVENT_READ)
-        selector.register(self._wake_read, selectors.EVENT_READ)
+        self._loop.add(self._channel, self._receive, self._lost)
         try:
-            while self._turn(selector):
-                pass
+            while not self._gone:
+                self._loop.turn(_TICK_S)
+                self._tick(SYSTEM.mono())
         except Closed:
             pass
         self._committer.close()
         self._file.close()
 
-    def _turn(self, selector: selectors.BaseSelector) -> bool:
-        write = selectors.EVENT_WRITE if self._channel.wants_write else 0
-        selector.modify(self._channel, selectors.EVENT_READ | write)
-        for key, mask in selector.select(_TICK_S):
-            if key.fileobj == self._wake_read:
-                os.read(self._wake_read, 4096)
-            elif mask & selectors.EVENT_WRITE:
-                self._channel.flush()
-            elif not self._channel.read():
-                return False
-        now = SYSTEM.mono()
-        for message in self._channel.messages():
-            self._handle(message, now)
-        self._tick(now)
-        return True
+    def _receive(self, message: TO_COORDINATOR) -> None:
+        self._handle(message, SYSTEM.mono())
+
+    def _lost(self) -> None:
+        self._gone = True
 
     def _tick(self, now: float) -> None:
         for version, error in self._committer.take():
@@ -171,7 +156,6 @@ class Coordinator:
             self._answer(self._store.open(self._store_round))
         for message in self._rounds.take():
             self._channel.send(message)
-            self._done = self._done or isinstance(message, JobEnd)
 
     def _answer(self, answers: list[Answer]) -> None:
         for answer in answers:

@@ -19,14 +19,11 @@ from keepstep.wire.messages import StopAck, StopAt
 class Progress(Protocol):
     """What a Job tells about itself."""
 
-    def begin_step(self, step: int) -> None:
-        """``step`` is in progress."""
+    def begin_step(self, step: int | None) -> None:
+        """``step`` is in progress; None: the loop is over and what follows is not a step."""
 
     def end_step(self, step: int, loss: float | None) -> None:
         """``step`` is completed."""
-
-    def after_steps(self) -> None:
-        """The loop is over; what follows is not a step."""
 
     def section(self, name: str) -> AbstractContextManager[None]:
         """A named span."""
@@ -38,13 +35,10 @@ class Progress(Protocol):
 class NoProgress:
     """A script without launcher."""
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int | None) -> None:
         """Nobody watches."""
 
     def end_step(self, step: int, loss: float | None) -> None:
-        """Nobody watches."""
-
-    def after_steps(self) -> None:
         """Nobody watches."""
 
     @contextmanager
@@ -65,18 +59,17 @@ class LaunchedProgress:
         runtime.driven = True
         runtime.control.on_stop = self._answer
 
-    def begin_step(self, step: int) -> None:
-        """``step`` is in progress."""
-        self._runtime.begin_step(step)
+    def begin_step(self, step: int | None) -> None:
+        """``step`` is in progress; None: no step's limit applies any more."""
+        if step is None:
+            self._runtime.enter(Phase.SCRIPT)
+        else:
+            self._runtime.begin_step(step)
 
     def end_step(self, step: int, loss: float | None) -> None:
         """``step`` is completed; a fault due in it that no optimizer step met fires first."""
         self._runtime.fire_due_faults(step)
         self._runtime.end_step(step, loss)
-
-    def after_steps(self) -> None:
-        """The loop is over: no step's limit applies any more."""
-        self._runtime.enter(Phase.SCRIPT)
 
     def section(self, name: str) -> AbstractContextManager[None]:
         """A named span with its own limit and category."""

@@ -187,7 +187,8 @@ class NativeRestarter:
                     seqs=self._seqs,
                 )
             )
-            sys.stderr.write(about.stack)
+            if about.failure != "peer_lost":  # a consequence: the guilty rank shows its own
+                sys.stderr.write(about.stack)
         runtime.enter(Phase.WAIT)
         _drop(error)
         self._control.wait_abort(self._round)

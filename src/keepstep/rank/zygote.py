@@ -14,7 +14,6 @@ import argparse
 import gc
 import importlib
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ import traceback
 from keepstep.clock import SYSTEM
 from keepstep.rank import linux
 from keepstep.wire.channel import Channel, Closed
+from keepstep.wire.loop import Loop
 from keepstep.wire.messages import (
     TO_ZYGOTE,
     ChildExited,
@@ -48,6 +48,8 @@ _WITH_TORCH = (
     "keepstep.rank.store",
 )
 
+_SWEEP_S = 0.05
+
 
 def preload(names: list[str]) -> str:
     """Import ``names`` (torch with what FSDP needs); returns what failed, empty if nothing."""
@@ -71,8 +73,8 @@ class Zygote:
         self._channel: Channel[TO_ZYGOTE] = Channel(sock, TO_ZYGOTE, blocking=False)
         self._method = method
         self._children: set[int] = set()
-        self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
+        self._agent_lives = True
         self._sweeps_left = 0
 
     def serve(self, names: list[str]) -> None:
@@ -82,37 +84,23 @@ class Zygote:
             signal.signal(number, signal.SIG_IGN)
         error = preload(names)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._loop.wake_fd, warn_on_full_buffer=False)
         self._channel.send(
             ZygoteReady(pid=os.getpid(), threads=len(os.listdir("/proc/self/task")), error=error)
         )
-        self._selector.register(self._channel, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._loop.add(self._channel, self._handle, self._lost)
         try:
-            while self._turn():
-                pass
+            while self._agent_lives:
+                self._loop.turn(_SWEEP_S if self._sweeps_left else None)
+                self._reap()
+                if self._sweeps_left:
+                    self._sweep()
         except Closed:
             pass
         self._end()
 
-    def _turn(self) -> bool:
-        events = selectors.EVENT_READ
-        if self._channel.wants_write:
-            events |= selectors.EVENT_WRITE
-        self._selector.modify(self._channel, events)
-        for key, mask in self._selector.select(0.05 if self._sweeps_left else None):
-            if key.fileobj == self._wake:
-                os.read(self._wake, 4096)
-            elif mask & selectors.EVENT_WRITE:
-                self._channel.flush()
-            elif not self._channel.read():
-                return False
-        for message in self._channel.messages():
-            self._handle(message)
-        self._reap()
-        if self._sweeps_left:
-            self._sweep()
-        return True
+    def _lost(self) -> None:
+        self._agent_lives = False
 
     def _handle(self, message: TO_ZYGOTE) -> None:
         if isinstance(message, KillTree):
@@ -147,9 +135,7 @@ class Zygote:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._selector.close()
-        os.close(self._wake)
-        os.close(self._wake_write)
+        self._loop.close()
         self._channel.close()
         os.setsid()
         linux.die_with_parent(parent)
