@@ -1,0 +1,114 @@
+"""Publishes a checkpoint: all receipts there, then one manifest, once.
+
+Runs in the writer (one node) or in the coordinator (several nodes).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from keepstep.checkpoint import layout, manifest
+from keepstep.checkpoint.manifest import Manifest, Receipt
+from keepstep.checkpoint.writer import owner
+from keepstep.clock import SYSTEM, Clock
+from keepstep.errors import CheckpointCorrupt, SaveFailed
+from keepstep.wire.types import Version
+
+
+def missing_receipts(root: Path, folder: str, world: int) -> list[int]:
+    """Ranks of 0 to ``world`` - 1 whose receipt is not in the folder yet, in order."""
+    try:
+        names = set(os.listdir(root / folder))
+    except FileNotFoundError:
+        names = set()
+    return [rank for rank in range(world) if layout.receipt_name(rank) not in names]
+
+
+def commit(root: Path, folder: str, version: Version, clock: Clock = SYSTEM) -> Manifest:
+    """Publish the manifest of ``version``; afterwards the checkpoint exists.
+
+    Committing the same version again returns the manifest that is there and changes nothing.
+
+    Args:
+        root: Folder of all checkpoints.
+        folder: Name of the version's folder under it.
+        version: What must be in it; a shard of another version is refused.
+        clock: Where the creation time comes from.
+
+    Raises:
+        SaveFailed: a receipt or file is missing, has the wrong size or another version, or the
+            folder holds the manifest of another version.
+        CheckpointCorrupt: a receipt is damaged, or the shards do not make up whole tensors.
+        OSError: storage failed.
+    """
+    path = root / folder
+    published = _published(path, version)
+    if published is not None:
+        return published
+    if owner(path) != version:
+        raise _refused(f"the folder belongs to {owner(path)}, not to {version}", path)
+    missing = missing_receipts(root, folder, version.world)
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        raise _refused(
+            f"{len(missing)} of {version.world} shards are missing: of the ranks {shown}", path
+        )
+    receipts = [_receipt(path, version, rank) for rank in range(version.world)]
+    result = manifest.assemble(receipts, clock.wall())
+    layout.sync_folder(path)
+    try:
+        layout.publish(path / layout.MANIFEST, manifest.encode(result))
+    except FileExistsError:
+        published = _published(path, version)
+        if published is None:
+            raise
+        return published
+    layout.sync_folder(root)
+    return result
+
+
+def _published(path: Path, version: Version) -> Manifest | None:
+    """The manifest that is there already, if any."""
+    file = path / layout.MANIFEST
+    try:
+        found = manifest.decode(file.read_bytes(), str(file))
+    except FileNotFoundError:
+        return None
+    if found.version != version:
+        raise _refused(f"the folder holds the committed {found.version}, not {version}", path)
+    return found
+
+
+def _receipt(path: Path, version: Version, rank: int) -> Receipt:
+    file = path / layout.receipt_name(rank)
+    receipt = manifest.decode_receipt(file.read_bytes(), str(file))
+    if (receipt.version, receipt.rank) != (version, rank):
+        raise _refused(
+            f"the receipt of rank {rank} is rank {receipt.rank}'s of {receipt.version}, wanted is "
+            f"{version}",
+            path,
+        )
+    if receipt.file != layout.shard_name(rank):
+        raise CheckpointCorrupt(
+            f"the receipt of rank {rank} names the file {receipt.file!r}",
+            where=str(path),
+            done="nothing was committed",
+        )
+    try:
+        size = (path / receipt.file).stat().st_size
+    except FileNotFoundError:
+        size = -1
+    if size != receipt.size:
+        found = "missing" if size < 0 else f"{size} bytes long"
+        raise _refused(f"{receipt.file} is {found}, its receipt says {receipt.size} bytes", path)
+    return receipt
+
+
+def _refused(what: str, path: Path) -> SaveFailed:
+    return SaveFailed(
+        what,
+        where=str(path),
+        done="nothing was committed",
+        advice="the next save makes a new checkpoint; look at the writer's errors of this one",
+    )

@@ -1,0 +1,149 @@
+"""Names of the files and folders of a checkpoint, and how a small file becomes durable.
+
+Used by every process that touches checkpoints. A checkpoint is one folder per version under the
+checkpoint root::
+
+    checkpoints/step-00000500/              .t2r7 is added when the plain name is another version's
+        version.json                        whose folder this is; written first
+        rank-00003.safetensors              one rank's shard
+        rank-00003.receipt.json             its size and checksum; written after the shard
+        manifest.json                       written last; without it the folder does not exist
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from keepstep.errors import CheckpointCorrupt
+from keepstep.wire.types import Version
+
+MANIFEST = "manifest.json"
+VERSION_FILE = "version.json"
+_MAX_SAME_NAME = 1000
+_FOLDER = re.compile(r"step-([0-9]{8,18})(?:\.t([0-9]{1,18})r([0-9]{1,18})(?:-[0-9]{1,4})?)?")
+_SHARD = re.compile(r"rank-([0-9]{5,9})\.safetensors")
+
+
+class FolderName(NamedTuple):
+    """What a checkpoint folder's name says; ``term`` and ``round`` are None without a suffix."""
+
+    step: int
+    term: int | None
+    round: int | None
+
+
+def folder_names(version: Version) -> Iterator[str]:
+    """Names that the folder of ``version`` may have, in the order in which they are tried."""
+    plain = f"step-{version.step:08d}"
+    yield plain
+    suffixed = f"{plain}.t{version.term}r{version.round}"
+    yield suffixed
+    for number in range(2, _MAX_SAME_NAME):
+        yield f"{suffixed}-{number}"
+
+
+def parse_folder(name: str) -> FolderName | None:
+    """The parts of a checkpoint folder's name, or None if it is no such name."""
+    match = _FOLDER.fullmatch(name)
+    if match is None:
+        return None
+    step, term, round_number = match.groups()
+    return FolderName(
+        int(step),
+        None if term is None else int(term),
+        None if round_number is None else int(round_number),
+    )
+
+
+def shard_name(rank: int) -> str:
+    """File name of ``rank``'s shard."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def receipt_name(rank: int) -> str:
+    """File name of the receipt of ``rank``'s shard."""
+    return f"rank-{rank:05d}.receipt.json"
+
+
+def parse_shard(name: str) -> int | None:
+    """The rank whose shard has this file name, or None if it is no such name."""
+    match = _SHARD.fullmatch(name)
+    return None if match is None else int(match.group(1))
+
+
+def temporary_name(name: str) -> str:
+    """A fresh hidden name for the unfinished form of ``name``; never that of a finished file."""
+    return f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` is a relative path without empty, ``.`` or ``..`` parts."""
+    return "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of ``name``, which was read from a manifest, inside ``folder``.
+
+    Raises:
+        CheckpointCorrupt: the name is absolute, has ``..`` parts, or leads out of the folder
+            through a symbolic link.
+    """
+    if is_plain_name(name):
+        path = folder / name
+        with contextlib.suppress(OSError, RuntimeError):  # a loop of links does not resolve
+            if path.resolve().is_relative_to(folder.resolve()):
+                return path
+    raise CheckpointCorrupt(
+        f"the file name {name!r} leads out of the checkpoint's folder",
+        where=str(folder),
+        done="nothing was read from it",
+        advice="do not use this checkpoint; somebody may have changed its manifest",
+    )
+
+
+def list_folders(root: Path) -> list[str]:
+    """Names of the checkpoint folders under ``root`` in name order, committed or not."""
+    try:
+        with os.scandir(root) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if parse_folder(entry.name) and entry.is_dir(follow_symlinks=False)
+            )
+    except FileNotFoundError:
+        return []
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Create ``path`` with ``data``, whole and durable, unless it exists.
+
+    Others see nothing or all of it, and of several that publish at once only one succeeds.
+
+    Raises:
+        FileExistsError: the file is there already; it was not changed.
+    """
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)

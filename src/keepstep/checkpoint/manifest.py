@@ -1,0 +1,356 @@
+"""Receipts and manifests: what a checkpoint consists of, as strict JSON.
+
+A receipt belongs to one shard file and is written after it. The manifest is assembled from the
+receipts of all ranks; it alone makes a folder a checkpoint. Its first field is a checksum of the
+rest of the file, so that a changed byte in it is found before anything is believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from keepstep.checkpoint import layout, typed_json
+from keepstep.checkpoint.shard_file import (
+    FORMAT,
+    ITEM_BYTES,
+    Length,
+    Shape,
+    ShardHeader,
+    TensorSpec,
+    newer_format,
+)
+from keepstep.errors import CheckpointCorrupt
+from keepstep.wire.types import Version
+
+_DIGEST_HEAD = b'{"digest":"'
+_DIGEST_TAIL = b'",'
+_DIGEST_SIZE = 32
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's durable shard: ``size`` in bytes, ``checksum`` xxh3-128 as 32 hex digits.
+
+    ``values`` is the rank's non-tensor state as typed JSON, by top-level key.
+    """
+
+    format: int
+    version: Version
+    rank: Length
+    file: str
+    size: Length
+    checksum: str
+    tensors: dict[str, TensorSpec]
+    values: dict[str, Any]
+
+
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of the checkpoint: ``size`` in bytes, ``checksum`` xxh3-128, and whose it is."""
+
+    size: Length
+    checksum: str
+    rank: Length
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of a global tensor that ``rank``'s file holds: ``shape`` elements at ``offsets``."""
+
+    rank: Length
+    offsets: Shape
+    shape: Shape
+
+
+class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A global tensor and the chunks that tile it."""
+
+    dtype: str
+    global_shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+class RankTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor that only ``rank`` has (RNG state, buffers)."""
+
+    rank: Length
+    dtype: str
+    shape: Shape
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole checkpoint. ``created`` is wall time in seconds.
+
+    ``values`` is typed JSON that is equal on all ranks, by top-level key; ``rank_values`` holds, by
+    rank, the keys that are not.
+    """
+
+    format: int
+    version: Version
+    created: float
+    files: dict[str, FileInfo]
+    tensors: dict[str, TensorInfo]
+    rank_tensors: dict[str, tuple[RankTensor, ...]]
+    values: dict[str, Any]
+    rank_values: dict[int, dict[str, Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(info.size for info in self.files.values())
+
+    def files_by_rank(self) -> dict[int, str]:
+        """The file name of each rank's shard."""
+        return {info.rank: name for name, info in self.files.items()}
+
+    def values_of(self, rank: int) -> dict[str, Any]:
+        """The non-tensor state of ``rank``, decoded. Raises as ``typed_json.decode``."""
+        nodes = {**self.values, **self.rank_values.get(rank, {})}
+        return {key: typed_json.decode(node, key) for key, node in nodes.items()}
+
+
+def receipt_of(header: ShardHeader, checksum: str) -> Receipt:
+    """The receipt of a shard file with this header and checksum."""
+    return Receipt(
+        format=FORMAT,
+        version=header.version,
+        rank=header.rank,
+        file=layout.shard_name(header.rank),
+        size=header.size,
+        checksum=checksum,
+        tensors=header.tensors,
+        values=header.values,
+    )
+
+
+def assemble(receipts: Sequence[Receipt], created: float) -> Manifest:
+    """The manifest of a checkpoint from the receipts of all its ranks.
+
+    Raises:
+        CheckpointCorrupt: the receipts are not one of each rank, are of different versions, or
+            disagree about a tensor; nothing is combined then.
+    """
+    if not receipts:
+        raise _corrupt("there are no receipts", "")
+    receipts = sorted(receipts, key=lambda receipt: receipt.rank)
+    version = receipts[0].version
+    for receipt in receipts:
+        if receipt.version != version:
+            raise _corrupt(
+                f"rank {receipt.rank} is of {receipt.version}, a lower rank of {version}", ""
+            )
+    tensors: dict[str, TensorInfo] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    rank_tensors: dict[str, list[RankTensor]] = {}
+    for receipt in receipts:
+        for name, spec in receipt.tensors.items():
+            if spec.kind == "rank":
+                own = RankTensor(rank=receipt.rank, dtype=spec.dtype, shape=spec.shape)
+                rank_tensors.setdefault(name, []).append(own)
+                continue
+            whole = TensorInfo(dtype=spec.dtype, global_shape=spec.global_shape, chunks=())
+            if tensors.setdefault(name, whole) != whole:
+                raise _corrupt(
+                    f"rank {receipt.rank} says that {name!r} is {whole.dtype} "
+                    f"{list(whole.global_shape)}, a lower rank says otherwise",
+                    "",
+                )
+            chunk = Chunk(rank=receipt.rank, offsets=spec.offsets, shape=spec.shape)
+            chunks.setdefault(name, []).append(chunk)
+    values, rank_values = _split_values(receipts)
+    manifest = Manifest(
+        format=FORMAT,
+        version=version,
+        created=created,
+        files={
+            receipt.file: FileInfo(size=receipt.size, checksum=receipt.checksum, rank=receipt.rank)
+            for receipt in receipts
+        },
+        tensors={
+            name: msgspec.structs.replace(tensors[name], chunks=tuple(chunks[name]))
+            for name in sorted(tensors)
+        },
+        rank_tensors={name: tuple(rank_tensors[name]) for name in sorted(rank_tensors)},
+        values=values,
+        rank_values=rank_values,
+    )
+    check(manifest)
+    return manifest
+
+
+def _split_values(receipts: Sequence[Receipt]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Top-level values that all ranks share, and the others by rank."""
+    texts = [
+        {key: msgspec.json.encode(node) for key, node in receipt.values.items()}
+        for receipt in receipts
+    ]
+    shared = {
+        key: node
+        for key, node in receipts[0].values.items()
+        if all(text.get(key) == texts[0][key] for text in texts)
+    }
+    own = {
+        receipt.rank: {key: node for key, node in receipt.values.items() if key not in shared}
+        for receipt in receipts
+    }
+    return shared, {rank: nodes for rank, nodes in own.items() if nodes}
+
+
+def check(manifest: Manifest, where: str = "") -> None:
+    """Check that the parts of a manifest fit together.
+
+    Raises:
+        CheckpointCorrupt: a rank has no file or two, a name leads out of the folder, or the chunks
+            of a tensor overlap or leave a hole.
+    """
+    world = manifest.version.world
+    ranks = sorted(info.rank for info in manifest.files.values())
+    if world < 1 or ranks != list(range(world)):
+        raise _corrupt(f"its files are of the ranks {ranks}, the world has {world}", where)
+    for name in manifest.files:
+        if not layout.is_plain_name(name):
+            raise _corrupt(f"the file name {name!r} leads out of the checkpoint's folder", where)
+    for name, info in manifest.tensors.items():
+        problem = _tensor_problem(info, world)
+        if problem:
+            raise _corrupt(f"tensor {name!r}: {problem}", where)
+    for name, owners in manifest.rank_tensors.items():
+        if len({one.rank for one in owners}) != len(owners) or any(
+            one.rank >= world or one.dtype not in ITEM_BYTES for one in owners
+        ):
+            raise _corrupt(f"tensor {name!r} of single ranks has an impossible entry", where)
+    if any(not 0 <= rank < world for rank in manifest.rank_values):
+        raise _corrupt("it has values of a rank outside its world", where)
+
+
+def _tensor_problem(info: TensorInfo, world: int) -> str:
+    for chunk in info.chunks:
+        spec = TensorSpec(
+            name="",
+            dtype=info.dtype,
+            shape=chunk.shape,
+            global_shape=info.global_shape,
+            offsets=chunk.offsets,
+        )
+        problem = spec.problem()
+        if problem or chunk.rank >= world:
+            return problem or f"a chunk is of rank {chunk.rank}, the world has {world}"
+    filled = [chunk for chunk in info.chunks if math.prod(chunk.shape)]
+    overlap = _overlap(filled, len(info.global_shape))
+    if overlap is not None:
+        first, second = overlap
+        return f"the chunks of ranks {first.rank} and {second.rank} overlap"
+    held = sum(math.prod(chunk.shape) for chunk in filled)
+    if held != math.prod(info.global_shape):
+        return f"its chunks hold {held} of {math.prod(info.global_shape)} elements"
+    return ""
+
+
+def _overlap(chunks: list[Chunk], dimensions: int) -> tuple[Chunk, Chunk] | None:
+    """Two chunks that share an element, or None.
+
+    Sweeps along the dimension that is cut most often: at any place only few chunks are open there,
+    so that the work stays near linear for the usual one- and two-dimensional cuts.
+    """
+    if not dimensions:
+        return (chunks[0], chunks[1]) if len(chunks) > 1 else None
+    along = max(range(dimensions), key=lambda axis: len({c.offsets[axis] for c in chunks}))
+    still_open: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda c: c.offsets[along]):
+        start = chunk.offsets[along]
+        still_open = [one for one in still_open if one.offsets[along] + one.shape[along] > start]
+        for one in still_open:
+            if all(
+                max(a, b) < min(a + size_a, b + size_b)
+                for a, size_a, b, size_b in zip(
+                    one.offsets, one.shape, chunk.offsets, chunk.shape, strict=True
+                )
+            ):
+                return one, chunk
+        still_open.append(chunk)
+    return None
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    """``receipt`` as JSON; equal receipts give equal bytes."""
+    return _seal(msgspec.json.encode(receipt))
+
+
+def decode_receipt(data: bytes, where: str = "") -> Receipt:
+    """The receipt in ``data``.
+
+    Raises:
+        CheckpointCorrupt: a byte of it changed, or it is no receipt.
+        CheckpointError: it was written by a newer keepstep.
+    """
+    return _decode(data, Receipt, where)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """``manifest`` as JSON; equal manifests give equal bytes."""
+    return _seal(msgspec.json.encode(manifest))
+
+
+def decode(data: bytes, where: str = "") -> Manifest:
+    """The manifest in ``data``, checked for consistency.
+
+    Args:
+        data: Contents of ``manifest.json``.
+        where: Names the file in errors.
+
+    Raises:
+        CheckpointCorrupt: a byte of it changed, it is no manifest, or it contradicts itself.
+        CheckpointError: it was written by a newer keepstep.
+    """
+    manifest = _decode(data, Manifest, where)
+    check(manifest, where)
+    return manifest
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int
+
+
+_R = TypeVar("_R", Receipt, Manifest)
+
+
+def _decode(data: bytes, kind: type[_R], where: str) -> _R:
+    try:
+        number = msgspec.json.decode(data, type=_Format).format
+        if number > FORMAT:
+            raise newer_format(number, where)
+        record = msgspec.json.decode(_unseal(data), type=kind)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise _corrupt(str(error), where) from error
+    if record.format < 1:
+        raise _corrupt(f"format {record.format} does not exist", where)
+    return record
+
+
+def _seal(text: bytes) -> bytes:
+    """Put a checksum of the rest in front, as the first field of the JSON object."""
+    rest = text[1:] + b"\n"
+    digest = xxhash.xxh3_128_hexdigest(rest).encode()
+    return b"".join((_DIGEST_HEAD, digest, _DIGEST_TAIL, rest))
+
+
+def _unseal(data: bytes) -> bytes:
+    start = len(_DIGEST_HEAD)
+    digest = data[start : start + _DIGEST_SIZE]
+    rest = data[start + _DIGEST_SIZE + len(_DIGEST_TAIL) :]
+    if data != b"".join((_DIGEST_HEAD, digest, _DIGEST_TAIL, rest)):
+        raise ValueError("it does not start with its checksum")
+    if xxhash.xxh3_128_hexdigest(rest).encode() != digest:
+        raise ValueError("its checksum differs from what was committed")
+    return b"{" + rest
+
+
+def _corrupt(why: str, where: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        f"the checkpoint's description cannot be used: {why}",
+        where=where,
+        done="nothing was read from the checkpoint",
+        advice="use an older one; see them with 'keepstep checkpoint ls'",
+    )

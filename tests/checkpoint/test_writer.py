@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import xxhash
+
+from keepstep.checkpoint import catalog, layout, manifest, writer
+from keepstep.checkpoint.commit import commit
+from keepstep.checkpoint.verify import verify
+from keepstep.checkpoint.writer import BLOCK, write_shard
+from keepstep.errors import SaveFailed
+from tests.checkpoint.shards import image, make_version, save, staged, write
+from tests.helpers.needs import Strictness, needs
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("pad", [0, 1, BLOCK - 37, 3 * BLOCK, writer.CHUNK, writer.CHUNK + 99])
+def test_the_file_is_the_image_byte_for_byte_with_a_receipt_that_describes_it(
+    tmp_path: Path, pad: int
+) -> None:
+    version = make_version()
+    data = image(version, 0, pad=pad)
+    receipt, folder = write(tmp_path, version, 0, data)
+    place = tmp_path / folder
+    assert folder == "step-00000005"
+    assert (place / receipt.file).read_bytes() == data
+    assert receipt.size == len(data)
+    assert receipt.checksum == xxhash.xxh3_128_hexdigest(data)
+    assert manifest.decode_receipt((place / layout.receipt_name(0)).read_bytes()) == receipt
+    assert _names(place) == ["rank-00000.receipt.json", "rank-00000.safetensors", "version.json"]
+    assert len(safetensors.deserialize((place / receipt.file).read_bytes())) == 3 + bool(pad)
+
+
+def test_storage_that_refuses_direct_writes_gets_buffered_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+    refused = []
+
+    def no_direct(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, "no direct writes")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    data = image(make_version(), 0, pad=5000)
+    receipt, folder = write(tmp_path, make_version(), 0, data)
+    assert refused
+    assert (tmp_path / folder / receipt.file).read_bytes() == data
+
+
+def test_storage_that_refuses_direct_writes_half_way_gets_buffered_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    calls: list[int] = []
+
+    def short_then_refused(fd: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if len(calls) == 1:
+            return real(fd, data[:BLOCK])
+        if len(calls) == 2:
+            raise OSError(errno.EINVAL, "not aligned")
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", short_then_refused)
+    monkeypatch.setattr(writer, "_open", lambda path: os.open(path, os.O_WRONLY | os.O_CREAT))
+    monkeypatch.setattr("fcntl.fcntl", lambda fd, what, flags=0: os.O_DIRECT)
+    data = image(make_version(), 0, pad=5 * BLOCK + 17)
+    receipt, folder = write(tmp_path, make_version(), 0, data)
+    assert len(calls) > 2
+    assert (tmp_path / folder / receipt.file).read_bytes() == data
+
+
+def test_writing_the_same_again_changes_nothing_and_other_bytes_are_refused(
+    tmp_path: Path,
+) -> None:
+    version = make_version()
+    first, folder = write(tmp_path, version, 0)
+    before = (tmp_path / folder / first.file).stat()
+    assert write(tmp_path, version, 0) == (first, folder)
+    with pytest.raises(SaveFailed, match="written before with other bytes"):
+        write(tmp_path, version, 0, image(version, 0, fill=8))
+    after = (tmp_path / folder / first.file).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_a_shard_of_a_committed_folder_is_never_replaced(tmp_path: Path) -> None:
+    version = make_version()
+    _, folder = save(tmp_path, version)
+    for rank in range(2):
+        (tmp_path / folder / layout.receipt_name(rank)).unlink()
+    with pytest.raises(SaveFailed, match="committed already"):
+        write(tmp_path, version, 0, image(version, 0, fill=8))
+    assert verify(tmp_path, folder) == []
+
+
+def test_a_shard_left_without_a_receipt_by_a_killed_writer_is_written_anew(tmp_path: Path) -> None:
+    version = make_version()
+    _, folder = write(tmp_path, version, 0, image(version, 0, fill=1))
+    (tmp_path / folder / layout.receipt_name(0)).unlink()
+    data = image(version, 0, fill=2)
+    receipt, again = write(tmp_path, version, 0, data)
+    assert again == folder
+    assert (tmp_path / folder / receipt.file).read_bytes() == data
+
+
+def test_each_version_of_a_step_gets_its_own_folder(tmp_path: Path) -> None:
+    versions = [
+        make_version(),
+        make_version(round=2),
+        make_version(term=2),
+        make_version(run="other"),
+        make_version(run="third"),
+    ]
+    folders = [write(tmp_path, version, 0)[1] for version in versions]
+    assert folders == [
+        "step-00000005",
+        "step-00000005.t1r2",
+        "step-00000005.t2r1",
+        "step-00000005.t1r1",
+        "step-00000005.t1r1-2",
+    ]
+    assert [write(tmp_path, version, 1)[1] for version in versions] == folders
+
+
+def test_all_ranks_of_a_version_stay_together_when_the_plain_name_becomes_free(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, make_version())
+    again = make_version(round=2)
+    _, folder = write(tmp_path, again, 0)
+    catalog.remove(tmp_path, "step-00000005")
+    assert write(tmp_path, again, 1)[1] == folder == "step-00000005.t1r2"
+
+
+def test_a_folder_with_a_manifest_but_no_owner_is_left_alone(tmp_path: Path) -> None:
+    _, folder = save(tmp_path, make_version())
+    (tmp_path / folder / layout.VERSION_FILE).unlink()
+    assert write(tmp_path, make_version(), 0)[1] != folder
+
+
+def test_an_image_of_another_version_or_rank_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    data = image(make_version(), 0)
+    for version, rank in ((make_version(6), 0), (make_version(), 1)):
+        with pytest.raises(SaveFailed, match="the staged image is rank 0's"):
+            write(tmp_path, version, rank, data)
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 10**9])
+def test_an_image_that_is_not_whole_is_refused(tmp_path: Path, size: int) -> None:
+    data = image(make_version(), 0)
+    with staged(data) as fd, pytest.raises(SaveFailed):
+        write_shard(fd, size, tmp_path, make_version(), 0)
+    assert _names(tmp_path) == []
+
+
+def test_a_failing_disk_leaves_no_partial_file_and_is_told_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = make_version()
+    data = image(version, 0)
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        folder = tmp_path / "step-00000005"
+        folder.mkdir()
+        (folder / layout.VERSION_FILE).write_bytes(
+            b'{"run":"demo","term":1,"round":1,"step":5,"world":2}'
+        )
+        with pytest.raises(SaveFailed) as caught:
+            write(tmp_path, version, 0, data)
+    text = str(caught.value)
+    assert f"{len(data)} bytes failed: Input/output error" in text
+    assert "bytes are free" in text
+    assert "rank 0, step 5" in text
+    assert _names(folder) == [layout.VERSION_FILE]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    needs("root")
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = f"a tmpfs cannot be mounted here: {done.stderr.strip()}"
+        if Strictness.no_skip:
+            pytest.fail(reason)
+        pytest.skip(reason)
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.needs("root")
+def test_a_full_disk_leaves_room_as_before_and_the_next_smaller_save_works(
+    small_disk: Path,
+) -> None:
+    version = make_version(world=1)
+    data = image(version, 0, pad=400_000)
+    with pytest.raises(SaveFailed) as caught:
+        write(small_disk, version, 0, data)
+    text = str(caught.value)
+    assert f"{len(data)} bytes failed: No space left on device" in text
+    space = os.statvfs(small_disk)
+    free = space.f_bavail * space.f_frsize
+    assert f"{free} bytes are free" in text
+    assert free > 200_000
+    assert catalog.committed(small_disk) == []
+    save(small_disk, make_version(6, world=1))
+    assert [info.step for info in catalog.committed(small_disk)] == [6]
+
+
+def test_a_root_that_is_a_file_is_told_clearly(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("x")
+    with pytest.raises(SaveFailed, match=r"File exists|Not a directory"):
+        write(tmp_path / "root", make_version(), 0)
+
+
+_CALLS = ("mkdir", "open", "write", "ftruncate", "fsync", "rename", "link", "unlink")
+
+
+def _killed_at(call: int, work: Callable[[], object]) -> bool:
+    """Run ``work`` in a child that SIGKILLs itself in its ``call``-th system call; False: it ended.
+
+    A write is done by half before the kill.
+    """
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
+        return os.WIFSIGNALED(status)
+    try:
+        left = [call]
+
+        def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any, **more: Any) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    if name == "write":
+                        real(args[0], args[1][: len(args[1]) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **more)
+
+            return counted
+
+        for name in _CALLS:
+            setattr(os, name, wrap(name, getattr(os, name)))
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def test_a_save_killed_at_any_system_call_is_offered_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A kill loses nothing that the kernel has; waiting for the disk each time would only take long.
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    version = make_version()
+    outcomes: list[bool] = []
+    for call in range(1, 200):
+        root = tmp_path / str(call)
+        save(root, make_version(4))
+        ended = not _killed_at(call, lambda root=root: save(root, version))  # type: ignore[misc]
+        offered = [info.step for info in catalog.committed(root)]
+        assert offered in ([4], [5, 4])
+        assert all(verify(root, info.folder) == [] for info in catalog.committed(root))
+        outcomes.append(offered == [5, 4])
+        # A fresh writer completes what the killed one began, in the same folder.
+        save(root, version)
+        assert [info.folder for info in catalog.committed(root)] == [
+            "step-00000005",
+            "step-00000004",
+        ]
+        assert verify(root, "step-00000005") == []
+        if ended:
+            break
+    else:
+        pytest.fail("the save never came to its end")
+    assert len(outcomes) > 30
+    assert outcomes == sorted(outcomes), "a later kill must not take back what was offered"
+
+
+def test_one_rank_that_never_writes_keeps_the_checkpoint_from_being_offered(
+    tmp_path: Path,
+) -> None:
+    version = make_version()
+    _, folder = write(tmp_path, version, 0)
+    with pytest.raises(SaveFailed, match="1 of 2 shards are missing: of the ranks 1"):
+        commit(tmp_path, folder, version)
+    assert catalog.committed(tmp_path) == []

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from keepstep.checkpoint import layout, manifest
+from keepstep.checkpoint.commit import commit
+from keepstep.checkpoint.shard_file import ShardPlan, TensorSpec
+from keepstep.cli.checkpoint import app
+from tests.checkpoint.shards import flip, make_version, save, write
+
+
+def _run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with the checkpoints 5 and 10, and 15 unfinished."""
+    root = tmp_path / "checkpoints"
+    for step in (5, 10):
+        save(root, make_version(step, term=1, round=step))
+    write(root, make_version(15), 0)
+    return tmp_path
+
+
+def test_ls_shows_the_newest_first_and_what_is_unfinished(run: Path) -> None:
+    result = _run("ls", run)
+    assert result.exit_code == 0, result.output
+    head, first, second, rest = result.stdout.splitlines()
+    assert head.split()[:4] == ["step", "folder", "ranks", "term/round"]
+    assert first.split()[:6] == ["10", "step-00000010", "2", "1/10", "8.1", "KiB"]
+    assert second.startswith("5 ")
+    assert "2023-11-14 22:13:20 UTC" in second
+    assert rest == "not committed: step-00000015"
+
+
+def test_ls_takes_the_folder_of_checkpoints_too_and_prints_the_same(run: Path) -> None:
+    assert _run("ls", run / "checkpoints").stdout == _run("ls", run).stdout
+
+
+def test_ls_says_which_checkpoint_is_damaged(run: Path) -> None:
+    (run / "checkpoints/step-00000010" / layout.shard_name(0)).unlink()
+    result = _run("ls", run)
+    assert result.exit_code == 0
+    assert "damaged, never used for a restore: step-00000010" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "inspect"])
+def test_a_bad_path_is_a_usage_error(tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").write_text("x")
+    for name, reason in (("none", "does not exist"), ("file", "is not a folder")):
+        result = _run(command, tmp_path / name)
+        assert result.exit_code == 64
+        assert result.stdout == ""
+        assert reason in result.stderr
+        assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "inspect"])
+def test_a_run_without_checkpoints_exits_with_65(tmp_path: Path, command: str) -> None:
+    write(tmp_path / "checkpoints", make_version(), 0)
+    result = _run(command, tmp_path)
+    assert result.exit_code == 65
+    assert "there is no committed checkpoint; 0 are damaged, 1 were never" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_step_without_a_checkpoint_exits_with_65(run: Path, command: str) -> None:
+    result = _run(command, run, "--step", "15")
+    assert result.exit_code == 65
+    assert "no committed checkpoint of step 15" in result.stderr
+
+
+def test_verify_says_good_for_each_checkpoint(run: Path) -> None:
+    result = _run("verify", run)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == ["step-00000005: good", "step-00000010: good"]
+
+
+def test_verify_exits_with_1_and_names_the_damaged_file(run: Path) -> None:
+    flip(run / "checkpoints/step-00000005" / layout.shard_name(1), 4100)
+    result = _run("verify", run)
+    assert result.exit_code == 1
+    assert (
+        "step-00000005: BAD\n  rank-00001.safetensors: checksum: its checksum is" in result.stdout
+    )
+    assert "step-00000010: good" in result.stdout
+    assert _run("verify", run, "--step", "10").exit_code == 0
+    assert _run("verify", run, "--step", "5", "--quick").exit_code == 0
+
+
+def test_verify_finds_what_ls_no_longer_offers(run: Path) -> None:
+    (run / "checkpoints/step-00000010" / layout.shard_name(0)).unlink()
+    result = _run("verify", run, "--quick")
+    assert result.exit_code == 1
+    assert "rank-00000.safetensors: missing" in result.stdout
+
+
+def test_inspect_shows_version_files_tensors_and_names_of_values(run: Path) -> None:
+    result = _run("inspect", run)
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0].startswith("step-00000010: step 10 of run demo, term 1, round 10, 2 ranks")
+    assert any(line.startswith("rank-00001.safetensors 4.0 KiB ") for line in lines)
+    assert "weight F32 [4, 3] 2" in lines
+    assert "count I64 [] 1" in lines
+    assert "rng U8 [5] 2" in lines
+    assert lines[-2:] == ["values, same on all ranks: lr", "values by rank: seen"]
+    assert _run("inspect", run, "--step", "5").stdout.startswith("step-00000005: step 5 ")
+
+
+def test_inspect_as_json_has_the_whole_description(run: Path) -> None:
+    result = _run("inspect", run, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["v"] == 1
+    assert found["folder"] == "step-00000010"
+    assert found["version"] == {"run": "demo", "term": 1, "round": 10, "step": 10, "world": 2}
+    assert found["tensors"]["weight"]["global_shape"] == [4, 3]
+    assert [chunk["offsets"] for chunk in found["tensors"]["weight"]["chunks"]] == [[0, 0], [2, 0]]
+    assert found["values"] == {"shared": ["lr"], "by_rank": {"0": ["seen"], "1": ["seen"]}}
+    assert found["bytes"] == sum(info["size"] for info in found["files"].values())
+
+
+def test_inspect_of_a_damaged_checkpoint_tells_what_is_wrong(run: Path) -> None:
+    (run / "checkpoints/step-00000010" / layout.shard_name(0)).unlink()
+    result = _run("inspect", run, "--step", "10")
+    assert result.exit_code == 65
+    assert "rank-00000.safetensors is missing" in result.stderr
+
+
+def test_a_checkpoint_of_a_newer_keepstep_is_told_clearly(tmp_path: Path) -> None:
+    found, folder = save(tmp_path, make_version())
+    newer = msgspec.structs.replace(found, format=2)
+    (tmp_path / folder / layout.MANIFEST).write_bytes(manifest.encode(newer))
+    for command in ("ls", "inspect"):
+        result = _run(command, tmp_path)
+        assert result.exit_code == 65
+        assert "format 2, and this keepstep reads formats up to 1" in result.stderr
+
+
+def test_long_names_are_not_cut_when_the_output_is_no_terminal(tmp_path: Path) -> None:
+    name = "model." + "very_long_layer_name." * 12 + "weight"
+    version = make_version(world=1)
+    spec = TensorSpec(name=name, dtype="U8", shape=(1,), global_shape=(1,), offsets=(0,))
+    plan = ShardPlan([spec], version, 0, {})
+    _, folder = write(tmp_path, version, 0, plan.header + b"\0")
+    commit(tmp_path, folder, version)
+    assert name in _run("inspect", tmp_path).stdout
