@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from pathlib import Path
 
 from keepstep.agent.launch_spec import Launch
 
 
 def free_port(address: str) -> int:
-    """A TCP port of ``address`` that nobody uses now."""
+    """A TCP port of ``address`` that nobody uses now.
+
+    Below the range from which the kernel takes ports for outgoing connections, if that works: a
+    client that connects to such a port before the server listens may be connected to itself.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.bind((address, 0))
-        return int(sock.getsockname()[1])
+    candidates = [random.SystemRandom().randrange(20_000, _ephemeral()) for _ in range(64)]
+    for port in (*candidates, 0):
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            try:
+                sock.bind((address, port))
+            except OSError:
+                continue
+            return int(sock.getsockname()[1])
+    raise OSError(f"no free TCP port at {address}")
+
+
+def _ephemeral() -> int:
+    """The lowest port that the kernel gives to outgoing connections."""
+    try:
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 32_768
+    return low if low > 21_000 else 32_768
 
 
 def rank_environment(spec: Launch, *, rank: int, round: int, port: int) -> dict[str, str]:

@@ -246,7 +246,8 @@ class Roster:
             oom=oom,
             by_us=process.ended_by_us,
         )
-        self._recorder.emit(ended, rank=process.rank, step=step, round=process.board.round)
+        number = process.board.round if process.adopted else process.round
+        self._recorder.emit(ended, rank=process.rank, step=step, round=number)
         self._files.end(process.board)
         try:
             self._children.coordinator.send(

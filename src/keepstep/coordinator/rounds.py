@@ -186,9 +186,10 @@ class Rounds:
         member = self.members.find(down.rank, down.inc)
         if member is None:
             return
-        was, member.state, member.since = member.state, "gone", now
-        if self.state == "done":
-            return
+        was, member.since = member.state, now
+        if was == "absent" or self.state == "done":
+            return  # it was replaced already, or it does not matter any more
+        member.state = "gone"
         if not self._adopted and self._ended_unadopted(down):
             return
         reported = self._episode is not None and self._episode.said_itself(down.rank)
@@ -264,6 +265,8 @@ class Rounds:
         fresh_trouble = self.state == "forming" and was in ("starting", "joined")
         if self.state == "running" or fresh_trouble:
             self.state = "aborting"
+            if not self._adopted:
+                self.opened_round = self.round  # its processes met each other, in whatever state
             self._episode = Episode(report, stack, now)
             begun = events.RestartBegin(first_kind=report.kind)
             self._emit(begun, rank=report.rank, step=report.step)

@@ -77,9 +77,11 @@ def run_script(runtime: Runtime) -> int:
 def _install_hooks(runtime: Runtime) -> None:
     wanted = "torch" in runtime.config.rank.preload.split(",")
     if "torch" in sys.modules or (wanted and importlib.util.find_spec("torch")):
+        from keepstep.rank import torch_private
         from keepstep.rank.hooks import StepHooks
 
         StepHooks(runtime).install()
+        runtime.sequence_numbers = torch_private.sequence_numbers
 
 
 def _script(start: Start) -> Callable[[], object]:

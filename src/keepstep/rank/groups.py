@@ -137,8 +137,7 @@ class GroupSet:
 
     def sequence_numbers(self) -> dict[str, int]:
         """Collectives entered so far, by group."""
-        numbers = {name: torch_private.sequence_number(pg) for name, pg in torch_private.groups()}
-        return {name: number for name, number in numbers.items() if number >= 0}
+        return torch_private.sequence_numbers()
 
 
 def _abort_nccl(group: Any) -> None:

@@ -58,3 +58,9 @@ def sequence_number(group: Any) -> int:
         return int(group._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):
         return -1
+
+
+def sequence_numbers() -> dict[str, int]:
+    """Collectives entered so far, by group; groups that cannot tell are left out."""
+    numbers = {name: sequence_number(group) for name, group in groups()}
+    return {name: number for name, number in numbers.items() if number >= 0}

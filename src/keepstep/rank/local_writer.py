@@ -1,0 +1,337 @@
+"""Own staging slots and an own writer process, for a rank without an agent.
+
+Runs in the rank. Slots are anonymous shared memory; the writer process gets their descriptors, so a
+save goes on while training does, and is finished even if the rank dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.checkpoint import layout
+from keepstep.clock import SYSTEM, Clock
+from keepstep.errors import InternalError, SaveFailed
+from keepstep.rank.shard_writer import Slot
+from keepstep.wire.channel import Channel, Closed, pair
+from keepstep.wire.messages import FROM_WRITER, Committed, ShardFailed, ShardWritten, WriteShard
+from keepstep.wire.types import Version
+
+SLOTS = 2
+"""One is written while the next is filled."""
+CLOSE_LIMIT_S = 600.0
+EXIT_LIMIT_S = 30.0
+POLL_S = 0.02
+_ROUND_UP = 1 << 16
+
+
+class LocalWrite:
+    """A save of one rank; implements ``ports.PendingWrite``.
+
+    Rank 0's writer commits and says so; the other ranks look for the manifest.
+    """
+
+    def __init__(self, version: Version, rank: int, root: Path, clock: Clock) -> None:
+        self.version = version
+        self._rank = rank
+        self._root = root
+        self._clock = clock
+        self._told = threading.Event()
+        self._folder = ""
+        self._error: SaveFailed | None = None
+
+    def written(self, folder: str) -> None:
+        """This rank's shard is durable in ``folder``."""
+        self._folder = folder
+        if self._rank != 0:
+            self._told.set()
+
+    def committed(self) -> None:
+        """The manifest is published."""
+        self._told.set()
+
+    def failed(self, error: SaveFailed) -> None:
+        """It will never be committed."""
+        self._error = self._error or error
+        self._told.set()
+
+    def staged(self) -> bool:
+        """True from the start: ``submit`` is called after the copy."""
+        return True
+
+    def done(self) -> bool:
+        """Whether it is committed or has failed."""
+        return self._told.is_set() and (
+            self._error is not None or self._rank == 0 or self._published()
+        )
+
+    def _published(self) -> bool:
+        folder = self._root / self._folder
+        # Retention removes a folder only after a newer commit, and that took all ranks.
+        return (folder / layout.MANIFEST).exists() or not folder.exists()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when committed.
+
+        Raises:
+            SaveFailed: it failed, or is not committed after ``timeout_s`` seconds.
+        """
+        deadline = self._clock.mono() + timeout_s
+        self._told.wait(timeout_s)
+        while not self.done() and self._clock.mono() < deadline:
+            self._clock.sleep(POLL_S)
+        if not self.done():
+            what = "is not committed" if self._told.is_set() else "is not written"
+            raise SaveFailed(
+                f"the save of step {self.version.step} {what} after {timeout_s:g} s",
+                where=f"rank {self._rank}, {self._root}",
+                done="it goes on in the background",
+                advice="look for ranks that did not save this step, and at the speed of storage",
+            )
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A writer process, its channel, and the thread that reads from it."""
+
+    popen: subprocess.Popen[bytes]
+    channel: Channel[FROM_WRITER]
+    reader: threading.Thread
+
+
+class LocalStaging:
+    """Implements ``shard_writer.Staging`` with a writer process of this rank.
+
+    Args:
+        root: Folder of the checkpoints.
+        rank: This rank; rank 0's writer commits.
+        keep_last: Committed checkpoints to keep.
+        clock: Where time comes from.
+        close_limit_s: How long ``close`` waits for unfinished writes.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        rank: int,
+        keep_last: int,
+        clock: Clock = SYSTEM,
+        close_limit_s: float = CLOSE_LIMIT_S,
+    ) -> None:
+        self._root = root
+        self._rank = rank
+        self._keep_last = keep_last
+        self._clock = clock
+        self._close_limit_s = close_limit_s
+        self._changed = threading.Condition()
+        self._slots: dict[int, Slot] = {}
+        self._fds: dict[int, int] = {}
+        self._free: set[int] = set()
+        self._writing: dict[int, tuple[int, LocalWrite]] = {}  # by ticket: slot and save
+        self._committing: dict[Version, LocalWrite] = {}
+        self._tickets = 0
+        self._process: _Process | None = None
+        self._alive = False
+        self._closed = False
+
+    @property
+    def writer_pid(self) -> int | None:
+        """Process id of the writer, None if none was started."""
+        return self._process.popen.pid if self._process else None
+
+    def acquire(self, size: int, timeout_s: float) -> Slot:
+        """A free slot of at least ``size`` bytes; waits while both are being written.
+
+        Raises:
+            SaveFailed: none became free within ``timeout_s`` seconds.
+        """
+        with self._changed:
+            if len(self._slots) < SLOTS and not self._free:
+                return self._make(len(self._slots), size)
+            if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
+                raise SaveFailed(
+                    f"no staging slot became free in {timeout_s:g} s",
+                    where=f"rank {self._rank}, {SLOTS} saves are being written to {self._root}",
+                    done="this step was not saved",
+                    advice="storage is slower than the saves: save less often",
+                )
+            number = self._free.pop()
+            if self._slots[number].capacity >= size:
+                return self._slots[number]
+            self._drop(number)
+            return self._make(number, size)
+
+    def _make(self, number: int, size: int) -> Slot:
+        capacity = -(-size // _ROUND_UP) * _ROUND_UP
+        fd = os.memfd_create(f"keepstep-slot-{number}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, capacity)
+        self._fds[number] = fd
+        self._slots[number] = Slot(number, mmap.mmap(fd, capacity), capacity)
+        return self._slots[number]
+
+    def _drop(self, number: int) -> None:
+        self._slots.pop(number).buffer.close()
+        os.close(self._fds.pop(number))
+
+    def submit(self, slot: Slot, size: int, version: Version) -> LocalWrite:
+        """Have the writer process write the first ``size`` bytes of ``slot``."""
+        pending = LocalWrite(version, self._rank, self._root, self._clock)
+        with self._changed:
+            process = self._running()
+            self._tickets += 1
+            ticket = self._tickets
+            self._writing[ticket] = (slot.id, pending)
+            if self._rank == 0:
+                self._committing[version] = pending
+        message = WriteShard(
+            ticket=ticket,
+            rank=self._rank,
+            size=size,
+            version=version,
+            root=str(self._root),
+            commit=self._rank == 0,
+            keep_last=self._keep_last,
+        )
+        try:
+            process.channel.send(message, (self._fds[slot.id],))
+        except Closed:
+            # The reader thread sees the same, and reports how the process ended.
+            process.reader.join()
+        return pending
+
+    def _running(self) -> _Process:
+        if self._process is not None and self._alive:
+            return self._process
+        if self._process is not None:
+            self._process.channel.close()
+        ours, theirs = pair()
+        try:
+            popen = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "keepstep.checkpoint.writer_process"),
+                    *("--fd", str(theirs.fileno())),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C must not end a save
+            )
+        except OSError as error:
+            ours.close()
+            raise SaveFailed(
+                f"the writer process could not be started: {error}",
+                where=f"rank {self._rank}",
+                done="this step was not saved",
+                advice="check memory and the limit on processes",
+            ) from error
+        finally:
+            theirs.close()
+        channel: Channel[FROM_WRITER] = Channel(ours, FROM_WRITER, blocking=True)
+        reader = threading.Thread(
+            target=self._read, args=(popen, channel), name="keepstep-writer-reader", daemon=True
+        )
+        self._process = _Process(popen, channel, reader)
+        self._alive = True
+        reader.start()
+        return self._process
+
+    # --- in the reader thread -----------------------------------------------------------------
+
+    def _read(self, popen: subprocess.Popen[bytes], channel: Channel[FROM_WRITER]) -> None:
+        try:
+            while True:
+                self._take(channel.receive())
+        except (Closed, InternalError):
+            _hang_up(channel)
+        try:
+            status = popen.wait(EXIT_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            status = popen.wait()
+        self._ended(popen.pid, status)
+
+    def _take(self, message: FROM_WRITER) -> None:
+        with self._changed:
+            if isinstance(message, Committed):
+                pending = self._committing.pop(message.version, None)
+                if pending is not None and message.error:
+                    pending.failed(self._refused(message.version, message.error))
+                elif pending is not None:
+                    pending.committed()
+                self._changed.notify_all()
+                return
+            slot, pending = self._writing.pop(message.ticket)
+            if isinstance(message, ShardFailed):
+                self._committing.pop(message.version, None)
+                pending.failed(self._refused(message.version, message.error))
+            elif isinstance(message, ShardWritten):
+                pending.written(message.folder)
+            self._free.add(slot)
+            self._changed.notify_all()
+
+    def _refused(self, version: Version, error: str) -> SaveFailed:
+        return SaveFailed(
+            f"the save of step {version.step} failed: {error.rstrip('.')}",
+            where=f"rank {self._rank}",
+        )
+
+    def _ended(self, pid: int, status: int) -> None:
+        how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
+        with self._changed:
+            self._alive = False
+            left = [pending for _, pending in self._writing.values()]
+            left += [pending for pending in self._committing.values() if pending not in left]
+            self._free |= {slot for slot, _ in self._writing.values()}
+            self._writing.clear()
+            self._committing.clear()
+            for pending in left:
+                pending.failed(
+                    SaveFailed(
+                        f"the writer process {pid} {how} before step {pending.version.step} was "
+                        "committed",
+                        where=f"rank {self._rank}, {self._root}",
+                        done="the next save starts a new writer",
+                        advice="look for a kill for lack of memory in the kernel's log",
+                    )
+                )
+            self._changed.notify_all()
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def close(self, abort: bool = False) -> None:
+        """End the writer process and free the slots.
+
+        Without ``abort`` unfinished writes are waited for; with it the process is killed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        process = self._process
+        if process is not None:
+            if abort:
+                process.popen.kill()
+            else:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: not self._writing and not self._committing, self._close_limit_s
+                    )
+            _hang_up(process.channel)
+            process.reader.join()
+            process.channel.close()
+        for number in list(self._slots):
+            self._drop(number)
+
+
+def _hang_up(channel: Channel[FROM_WRITER]) -> None:
+    """End the connection for both sides, also where a forked child still has the descriptor."""
+    with contextlib.suppress(OSError):
+        channel.sock.shutdown(socket.SHUT_RDWR)
