@@ -1,0 +1,201 @@
+"""An optimizer as a part of a checkpoint: state by parameter name, hyper-parameters as values.
+
+Runs in the ranks. State is named after the parameter it belongs to
+(``optimizer.state.model.0.weight.exp_avg``), so neither the order of parameters nor the world size
+matters on restore. State that does not exist yet is made when a checkpoint has it, and dropped when
+the checkpoint was taken before it existed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keepstep.checkpoint.torch_nested import (
+    Named,
+    Nested,
+    Spec,
+    rebuild,
+    split,
+    targets,
+    unpack,
+)
+from keepstep.errors import CheckpointError, CheckpointMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A parameter, the prefix of its state's names, and its group's index."""
+
+    prefix: str
+    parameter: torch.Tensor
+    group: int
+    replicated: bool
+
+
+class OptimizerPart:
+    """State and hyper-parameters of an optimizer.
+
+    Args:
+        name: Name under which it is tracked.
+        optimizer: The optimizer.
+        names: Name of each parameter of a tracked module, by ``id``.
+        replicated: Ids of the parameters that are equal on all ranks.
+
+    Raises:
+        CheckpointError: its state is spread over ranks in a way that cannot be kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        replicated: set[int],
+    ) -> None:
+        self._name, self._optimizer = name, optimizer
+        if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+            raise CheckpointError(
+                f"{name} is a ZeroRedundancyOptimizer, whose state lies on other ranks in part",
+                done="nothing was saved",
+                advice="use torch.distributed.fsdp.fully_shard, which shards optimizer state too",
+            )
+        self._owners: list[_Owner] = []
+        for index, group in enumerate(optimizer.param_groups):
+            for at, parameter in enumerate(group["params"]):
+                known = names.get(id(parameter), f"{index}.{at}")
+                self._owners.append(
+                    _Owner(f"{name}.state.{known}", parameter, index, id(parameter) in replicated)
+                )
+
+    def _groups(self) -> Nested:
+        plain = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return split(f"{self._name}.group", plain)
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def _flat(self, owner: _Owner) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in self._live(owner).items() if _is_flat(key, value)}
+
+    def _rest(self, owner: _Owner) -> Nested:
+        live = self._live(owner)
+        rest = {key: value for key, value in live.items() if not _is_flat(key, value)}
+        return split(f"{owner.prefix}.rest", rest)
+
+    def _live(self, owner: _Owner) -> dict[Any, Any]:
+        state: dict[Any, Any] = self._optimizer.state.get(owner.parameter, {})
+        return state
+
+    def named(self) -> list[Named]:
+        result = self._groups().named()
+        for owner in self._owners:
+            for key, tensor in self._flat(owner).items():
+                result.append(Named(f"{owner.prefix}.{key}", tensor, owner.replicated))
+            result += self._rest(owner).named()
+        return result
+
+    def value(self) -> dict[str, object]:
+        rests = {owner.prefix: self._rest(owner) for owner in self._owners}
+        return {
+            "type": "optimizer",
+            "parameters": self._sizes(),
+            "groups": self._groups().packed(),
+            "state": {
+                prefix: rest.packed() for prefix, rest in rests.items() if rest.skeleton != {}
+            },
+        }
+
+    def targets(
+        self, value: Mapping[str, object], specs: Mapping[str, Spec]
+    ) -> dict[str, torch.Tensor]:
+        if value.get("parameters") != self._sizes():
+            raise CheckpointMismatch(
+                f"{self._name} has parameter groups of {self._sizes()} parameters, the checkpoint "
+                f"has {value.get('parameters')}"
+            )
+        groups = self._groups()
+        _, paths = unpack(groups.prefix, value.get("groups"))
+        result = targets(groups.prefix, paths, specs, groups.tensors, in_place=True)
+        stored, rests = _by_prefix(specs), _rests(value)
+        for owner in self._owners:
+            keys, live = stored.get(owner.prefix, []), self._flat(owner)
+            for key in keys:
+                name = f"{owner.prefix}.{key}"
+                present = live.get(key)
+                result[name] = (
+                    present if present is not None else self._allocate(owner, key, specs[name])
+                )
+            if keys or owner.prefix in rests:
+                # A stored state that lacks a key of the live one is reported as missing it.
+                result |= {f"{owner.prefix}.{key}": live[key] for key in live if key not in keys}
+            if owner.prefix in rests:
+                rest = self._rest(owner)
+                _, paths = unpack(rest.prefix, rests[owner.prefix])
+                result |= targets(rest.prefix, paths, specs, rest.tensors, in_place=True)
+        return result
+
+    def _allocate(self, owner: _Owner, key: str, spec: Spec) -> torch.Tensor:
+        parameter = owner.parameter
+        if key == "step" or tuple(parameter.shape) != spec.shape:
+            group = self._optimizer.param_groups[owner.group]
+            on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+            return spec.empty("cpu" if on_host else parameter.device)
+        return torch.zeros_like(parameter.detach(), dtype=spec.dtype)
+
+    def apply(self, value: Mapping[str, object], loaded: Mapping[str, torch.Tensor]) -> None:
+        stored, rests = _by_prefix(loaded), _rests(value)
+        for owner in self._owners:
+            keys = stored.get(owner.prefix, [])
+            if not keys and owner.prefix not in rests:
+                self._optimizer.state.pop(owner.parameter, None)
+                continue
+            fresh: dict[Any, Any] = {key: loaded[f"{owner.prefix}.{key}"] for key in keys}
+            if owner.prefix in rests:
+                rest = rebuild(f"{owner.prefix}.rest", rests[owner.prefix], loaded)
+                fresh |= rest if isinstance(rest, dict) else {}
+            state = self._optimizer.state[owner.parameter]
+            order = [*(key for key in state if key in fresh), *fresh]
+            kept = {key: fresh[key] for key in order}
+            state.clear()
+            state.update(kept)
+        groups = rebuild(f"{self._name}.group", value.get("groups"), loaded)
+        for group, stored_group in zip(
+            self._optimizer.param_groups, groups if isinstance(groups, list) else [], strict=True
+        ):
+            for key, item in stored_group.items():
+                _set_hyper_parameter(group, key, item)
+
+
+def _is_flat(key: object, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and isinstance(key, str) and "." not in key
+
+
+def _by_prefix(names: Mapping[str, object]) -> dict[str, list[str]]:
+    result: dict[str, list[str]] = {}
+    for name in names:
+        prefix, _, key = name.rpartition(".")
+        result.setdefault(prefix, []).append(key)
+    return result
+
+
+def _rests(value: Mapping[str, object]) -> Mapping[str, object]:
+    rests = value.get("state")
+    return rests if isinstance(rests, Mapping) else {}
+
+
+def _set_hyper_parameter(group: dict[str, Any], key: str, item: object) -> None:
+    live = group.get(key)
+    if isinstance(live, torch.Tensor) and isinstance(item, int | float):
+        # A captured graph or a compiled step holds this very tensor.
+        live.fill_(item)
+    elif isinstance(live, torch.Tensor) and isinstance(item, torch.Tensor) and live is not item:
+        live.copy_(item.to(live.dtype))
+    else:
+        group[key] = item

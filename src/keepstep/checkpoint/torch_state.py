@@ -1,0 +1,312 @@
+"""The tracked objects of a rank as named tensors and plain values, and where they go on restore.
+
+Runs in the ranks. ``flatten`` decides what this rank writes: its chunk of every sharded tensor, its
+share of the tensors that several ranks hold alike (spread over them by a hash of the name), and
+every other tensor as a value of this rank only: to restore another rank's would not be equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from keepstep.checkpoint import typed_json
+from keepstep.checkpoint.shard_file import Kind
+from keepstep.checkpoint.torch_nested import Named, Spec
+from keepstep.checkpoint.torch_optimizer import OptimizerPart
+from keepstep.checkpoint.torch_parts import (
+    HolderPart,
+    ModulePart,
+    Part,
+    Stateful,
+    StatefulPart,
+    TensorPart,
+)
+from keepstep.checkpoint.torch_rng import RngState
+from keepstep.errors import CheckpointError, CheckpointMismatch
+
+NAMES_KEY = "$names"
+"""Key of ``Snapshot.values`` under which the digest of all tensor names of the rank lies."""
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+"""safetensors' name of each torch type that a shard file can hold."""
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that this rank writes.
+
+    ``tensor`` is the live local part (it changes when training goes on), ``global_shape`` and
+    ``offsets`` place it in the whole.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What this rank writes. Nothing is copied yet: it must be used before the state changes."""
+
+    entries: tuple[Entry, ...]
+    values: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a checkpoint goes: tensors by name, then the other state with ``apply``.
+
+    Until ``apply`` nothing but the contents of ``tensors`` has to change; tensors that do not exist
+    yet (optimizer state before the first step) are made but not handed over.
+    """
+
+    parts: Mapping[str, Part]
+    values: Mapping[str, Mapping[str, object]]
+    tensors: Mapping[str, torch.Tensor]
+
+    def apply(self) -> None:
+        """Hand over everything that is not copied in place; random generators come last.
+
+        Raises:
+            CheckpointMismatch: a stored state has a form that its object does not take.
+        """
+        for name, part in self.parts.items():
+            part.apply(self.values[name], self.tensors)
+
+
+def parts_of(tracked: Mapping[str, object], world: int) -> dict[str, Part]:
+    """A part for each tracked object.
+
+    Raises:
+        CheckpointError: an object cannot be kept; it is named.
+    """
+    for name in tracked:
+        if not name or name.startswith("$"):
+            raise CheckpointError(
+                f"{name!r} cannot be the name of something that is saved",
+                done="nothing was saved",
+                advice="use a text that is not empty and does not start with $",
+            )
+    modules = {
+        name: ModulePart(name, item, world)
+        for name, item in tracked.items()
+        if isinstance(item, nn.Module)
+    }
+    names: dict[int, str] = {}
+    replicated: set[int] = set()
+    for module in modules.values():
+        names = {**module.names, **names}
+        replicated |= module.replicated
+    parts: dict[str, Part] = {}
+    for name, item in _random_last(tracked):
+        if name in modules:
+            parts[name] = modules[name]
+        elif isinstance(item, torch.optim.Optimizer):
+            parts[name] = OptimizerPart(name, item, names, replicated)
+        elif isinstance(item, torch.Tensor):
+            parts[name] = TensorPart(name, item)
+        elif isinstance(item, Stateful):
+            parts[name] = StatefulPart(name, item)
+        else:
+            parts[name] = HolderPart(name, item)
+    return parts
+
+
+def _random_last(tracked: Mapping[str, object]) -> list[tuple[str, object]]:
+    return sorted(tracked.items(), key=lambda item: isinstance(item[1], RngState))
+
+
+def flatten(tracked: Mapping[str, object], *, rank: int, world: int) -> Snapshot:
+    """What ``rank`` of ``world`` writes of ``tracked``.
+
+    Args:
+        tracked: By name: modules, optimizers, objects with ``state_dict`` and ``load_state_dict``,
+            tensors, dicts, lists, namespaces and dataclasses.
+        rank: This rank. world: Number of ranks.
+
+    Raises:
+        CheckpointError: something cannot be kept; the message names it.
+    """
+    parts = parts_of(tracked, world)
+    named = _unique(item for part in parts.values() for item in part.named())
+    entries = [entry for item in named if (entry := _entry(item, rank, world)) is not None]
+    values: dict[str, object] = {name: part.value() for name, part in parts.items()}
+    for name, value in values.items():
+        typed_json.encode(value, name)
+    values[NAMES_KEY] = digest(item.name for item in named)
+    return Snapshot(tuple(entries), values)
+
+
+def prepare_for_load(
+    tracked: Mapping[str, object],
+    values: Mapping[str, object],
+    specs: Mapping[str, Spec],
+    *,
+    world: int,
+) -> Destination:
+    """Where a checkpoint with ``values`` and tensors ``specs`` goes in ``tracked``.
+
+    Optimizer state that does not exist yet is allocated here. Nothing tracked is changed.
+
+    Raises:
+        CheckpointError: an object cannot be kept.
+        CheckpointMismatch: the checkpoint is of other objects.
+    """
+    parts = parts_of(tracked, world)
+    stored = {name: value for name, value in values.items() if name != NAMES_KEY}
+    _same_names("tracked objects", parts.keys(), stored.keys())
+    checked: dict[str, Mapping[str, object]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, part in parts.items():
+        value, kind = stored[name], part_type(part)
+        if not isinstance(value, Mapping) or value.get("type") != kind:
+            found = value.get("type") if isinstance(value, Mapping) else type(value).__name__
+            raise CheckpointMismatch(
+                f"{name} is tracked as {kind}, the checkpoint has it as {found}",
+                done="nothing was restored",
+            )
+        checked[name] = value
+        tensors |= part.targets(value, specs)
+    return Destination(parts, checked, tensors)
+
+
+def part_type(part: Part) -> str:
+    """What a part's stored value has as its ``type``."""
+    return {
+        ModulePart: "module",
+        OptimizerPart: "optimizer",
+        StatefulPart: "stateful",
+        HolderPart: "data",
+        TensorPart: "tensor",
+    }[type(part)]
+
+
+def digest(names: Iterable[str]) -> str:
+    """A short digest of a set of tensor names."""
+    return hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=16).hexdigest()
+
+
+def _same_names(what: str, live: Iterable[str], stored: Iterable[str]) -> None:
+    missing, unexpected = sorted(set(live) - set(stored)), sorted(set(stored) - set(live))
+    if missing or unexpected:
+        raise CheckpointMismatch(
+            f"the checkpoint is of other {what}: {listed('missing', missing, unexpected)}",
+            done="nothing was restored",
+            advice="restore with the objects that were saved, under the same names",
+        )
+
+
+def listed(first: str, missing: list[str], unexpected: list[str]) -> str:
+    """Up to ten names of each list and their number, as part of a sentence."""
+    parts = []
+    for word, names in ((first, missing), ("unexpected", unexpected)):
+        if names:
+            more = ", ..." if len(names) > 10 else ""
+            parts.append(f"{len(names)} {word} ({', '.join(names[:10])}{more})")
+    return ", ".join(parts)
+
+
+def _unique(items: Iterable[Named]) -> list[Named]:
+    seen: dict[str, Named] = {}
+    for item in items:
+        if item.name in seen:
+            raise CheckpointError(
+                f"{item.name} cannot be kept: two tensors have that name",
+                done="nothing was saved",
+                advice="track them under names that do not begin alike",
+            )
+        seen[item.name] = item
+    return list(seen.values())
+
+
+def _entry(item: Named, rank: int, world: int) -> Entry | None:
+    if item.tensor.numel() == 0:
+        # Nobody has a chunk of it, so each rank notes that it exists.
+        tensor = torch.empty(item.tensor.shape, dtype=item.tensor.dtype)
+        return Entry(item.name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), "rank")
+    if isinstance(item.tensor, DTensor):
+        return _sharded(item.name, item.tensor)
+    tensor = item.tensor.detach()
+    _check(item.name, tensor)
+    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if not item.replicated:
+        return Entry(item.name, tensor, shape, offsets, "rank")
+    if _chosen(item.name, world) != rank:
+        return None
+    return Entry(item.name, tensor, shape, offsets, "shard")
+
+
+def _sharded(name: str, tensor: DTensor) -> Entry | None:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    replicas, index = 1, 0
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise _refused(name, f"its placement {placement} is a sum that is not finished")
+        if placement.is_replicate():
+            size = tensor.device_mesh.size(dim)
+            replicas, index = replicas * size, index * size + coordinate[dim]
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    _check(name, local)
+    if _chosen(name, replicas) != index or local.numel() == 0:
+        return None
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+        raise _refused(name, f"its local part under {tensor.placements} is not one block")
+    offsets = tuple(int(offset) for offset in chunks[0].offsets)
+    return Entry(name, local, tuple(tensor.shape), offsets, "shard")
+
+
+def _chosen(name: str, replicas: int) -> int:
+    return zlib.crc32(name.encode()) % replicas
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) is not torch.Tensor:
+        raise _refused(name, f"it is a {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise _refused(name, f"its layout is {tensor.layout}")
+    if tensor.device.type == "meta":
+        raise _refused(name, "it has no data (device meta)")
+    if tensor.dtype not in DTYPES:
+        raise _refused(name, f"its type {tensor.dtype} has no place in a shard file")
+
+
+def _refused(name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} cannot be kept: {why}",
+        done="nothing was saved",
+        advice="turn it into plain tensors in state_dict(), or do not track it",
+    )
