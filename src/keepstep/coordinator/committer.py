@@ -5,12 +5,13 @@ It also applies retention, only after a newer commit is durable.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from keepstep.checkpoint.catalog import remove_unfinished
 from keepstep.checkpoint.commit import commit
 from keepstep.checkpoint.retention import apply
 from keepstep.coordinator.saves import Ready
@@ -63,30 +64,11 @@ class Committer:
             self._done.put((ready.version, error))
             self._wake()
             if not error:
-                self._retain()
+                self._retain(ready)
 
-    def _retain(self) -> None:
-        try:
+    def _retain(self, ready: Ready) -> None:
+        # An old folder that cannot be removed costs space, not safety; the next commit tries again
+        # and `keepstep checkpoint ls` shows it.
+        with contextlib.suppress(OSError, KeepstepError):
             apply(self._root, self._keep_last)
-        except OSError:
-            # An old folder that cannot be removed costs space, not safety; the next commit tries
-            # again and `keepstep checkpoint ls` shows it.
-            return
-
-
-def claim_term(run_dir: Path, run: str) -> int:
-    """Claim the next term by exclusive creation of ``terms/N``; returns N."""
-    folder = run_dir / "terms"
-    folder.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=0)
-    while True:
-        try:
-            fd = os.open(folder / f"{number:08d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            number += 1
-            continue
-        with os.fdopen(fd, "w") as file:
-            file.write(run + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return number
+            remove_unfinished(self._root, exclude=ready.in_flight)

@@ -12,6 +12,7 @@ A script that does not use keepstep.run never joins: its round runs once all its
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from keepstep import events, policy
 from keepstep.config import Config
@@ -19,7 +20,7 @@ from keepstep.coordinator.episode import Episode
 from keepstep.coordinator.members import Member, Members
 from keepstep.coordinator.saves import Saves
 from keepstep.coordinator.stopping import StopVote
-from keepstep.errors import ExitCode
+from keepstep.errors import ExitCode, KeepstepError
 from keepstep.wire.messages import (
     FROM_COORDINATOR,
     Abort,
@@ -44,33 +45,41 @@ from keepstep.wire.messages import (
 )
 
 Emit = Callable[..., None]
-PickResume = Callable[[frozenset[str]], tuple[int, str]]
+
+
+class Resumes(Protocol):
+    """Where a round resumes from; see ``lineage.Lineage``."""
+
+    term: int
+
+    def pick(self, exclude: frozenset[str]) -> tuple[int, str]:
+        """Step and folder to resume from."""
+
+    def went_on(self, round: int, resume: int) -> None:
+        """A round resumes from this step."""
 
 
 class Rounds:
     """The job's membership.
 
     Args:
-        world: Number of ranks. config: settings. term: this coordinator's term.
-        saves: Saves in flight. emit: writes an event. pick_resume: newest usable committed step and
-            its folder, leaving out the folders given.
+        world: Number of ranks. config: settings. saves: Saves in flight. emit: writes an event.
+        lineage: this coordinator's term, and where to resume from.
     """
 
     def __init__(
         self,
         world: int,
         config: Config,
-        term: int,
         saves: Saves,
         emit: Emit,
-        pick_resume: PickResume,
+        lineage: Resumes,
     ) -> None:
         self.world = world
         self._config = config
-        self._term = term
         self._saves = saves
         self._emit = emit
-        self._pick = pick_resume
+        self._lineage = lineage
         self.round = 1
         self.opened_round = 0
         """Newest round whose store may be used."""
@@ -369,13 +378,21 @@ class Rounds:
         if episode is not None and self._saves.will_finish():
             if now - episode.first_t < self._config.restart.save_wait_s:
                 return  # a save that needs no rank any more is about to commit: lose less
-        self._resume, self._folder = self._pick(frozenset(self._unusable))
+        try:
+            self._resume, self._folder = self._lineage.pick(frozenset(self._unusable))
+        except KeepstepError as error:
+            self._end(error.exit_code, str(error), graceful=False)
+            return
         self._open_round()
-        self._saves.close_above(self._resume, self.round)
+        self._lineage.went_on(self.round, self._resume)
+        self._saves.resume(self._resume, self.round)
         for rank, member in self.members:
             member.state, member.stepped, member.saving = "running", False, 0
             go = Go(
-                term=self._term, round=self.round, resume=self._resume, folder=self._folder
+                term=self._lineage.term,
+                round=self.round,
+                resume=self._resume,
+                folder=self._folder,
             )
             self._to(rank, go)
         self._ready()

@@ -6,8 +6,10 @@ step it resumes from: what of it arrives later is dropped.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
+from keepstep.checkpoint.layout import folder_names
 from keepstep.wire.types import Version
 
 
@@ -23,10 +25,14 @@ class _Save:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """All shards of ``version`` are durable: publish its manifest."""
+    """All shards of ``version`` are durable: publish its manifest.
+
+    ``in_flight`` are folder names that unfinished saves may have: not to be cleaned up.
+    """
 
     version: Version
     folder: str
+    in_flight: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +83,12 @@ class Saves:
         save.bytes += size
         if len(save.durable) == self._world and not save.committing:
             save.committing = True
-            return Ready(version, folder)
+            return Ready(version, folder, self._in_flight())
         return None
+
+    def _in_flight(self) -> frozenset[str]:
+        names = (itertools.islice(folder_names(version), 4) for version in self._open)
+        return frozenset(itertools.chain.from_iterable(names))
 
     def failed(self, version: Version, error: str) -> Settled | None:
         """A shard could not be written, or the manifest was refused."""
@@ -110,11 +120,11 @@ class Saves:
         """Whether the save of ``step`` is not settled yet."""
         return any(version.step == step for version in self._open)
 
-    def close_above(self, resume: int, next_round: int) -> list[int]:
-        """A restart resumes from ``resume``: drop newer versions; returns their steps."""
-        self._closed_above = (next_round, resume)
-        dropped = [v for v in self._open if v.step > resume]
+    def resume(self, step: int, round: int) -> list[int]:
+        """Round ``round`` resumes from ``step``: drop newer versions; returns their steps."""
+        self._closed_above = (round, step)
+        self.committed = step
+        dropped = [version for version in self._open if version.step > step]
         for version in dropped:
             del self._open[version]
-        self.committed = min(self.committed, resume) if dropped else self.committed
         return sorted({version.step for version in dropped})

@@ -14,11 +14,11 @@ import threading
 from pathlib import Path
 
 from keepstep import events
-from keepstep.checkpoint import catalog
 from keepstep.clock import SYSTEM
 from keepstep.config import Config
-from keepstep.coordinator.committer import Committer, claim_term
+from keepstep.coordinator.committer import Committer
 from keepstep.coordinator.kv import Answer, KeyValue
+from keepstep.coordinator.lineage import Lineage
 from keepstep.coordinator.rounds import Rounds
 from keepstep.coordinator.saves import Saves, Settled
 from keepstep.errors import ExitCode
@@ -93,13 +93,11 @@ class Coordinator:
         recorder = events.Recorder(self._file.put, run=run, src="coordinator", world=world)
         self._recorder = recorder
         self._saves = Saves(world, config.checkpoint.write_limit_s)
-        term = claim_term(run_dir, run)
-        self._rounds = Rounds(world, config, term, self._saves, self._emit, self._pick)
+        self._lineage = Lineage(run_dir, run, self._root)
+        self._rounds = Rounds(world, config, self._saves, self._emit, self._lineage)
         self._store = KeyValue()
         self._store_round = 0
         self._committer = Committer(self._root, config.checkpoint.keep_last, self._loop.wake)
-        newest = catalog.newest(self._root, run=run)
-        self._saves.committed = newest.step if newest is not None else 0
         self._gone = False
 
     def _emit(
@@ -113,10 +111,6 @@ class Coordinator:
         number = self._rounds.round if round is None else round
         self._recorder.emit(data, rank=rank, step=step, round=number)
 
-    def _pick(self, exclude: frozenset[str]) -> tuple[int, str]:
-        newest = catalog.newest(self._root, run=self._run, exclude=tuple(exclude))
-        return (0, "") if newest is None else (newest.step, newest.folder)
-
     def serve(self) -> None:
         """Run until the job is over and the agent is gone."""
         self._rounds.begin()
@@ -128,6 +122,7 @@ class Coordinator:
         except Closed:
             pass
         self._committer.close()
+        self._lineage.close()
         self._file.close()
 
     def _receive(self, message: TO_COORDINATOR) -> None:

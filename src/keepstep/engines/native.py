@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keepstep.config import Config
 from keepstep.engines import Saver
 from keepstep.ports import PendingWrite, Restarter
-from keepstep.rank.agent_staging import AgentStaging
 from keepstep.rank.progress import LaunchedProgress, SaveEvents
 from keepstep.rank.restart import Groups, NativeRestarter
 from keepstep.rank.runtime import Runtime
-from keepstep.rank.shard_writer import NativeShardWriter
 from keepstep.wire.types import Version, World
+
+if TYPE_CHECKING:
+    from keepstep.rank.shard_writer import NativeShardWriter
 
 
 class NativeEngine:
@@ -50,6 +52,10 @@ class NativeEngine:
     def saver(self, world: World) -> Saver:
         """Saves into the agent's slots; the coordinator commits."""
         if self._writer is None:
+            # Only now: a script that saves nothing through us need not have torch.
+            from keepstep.rank.agent_staging import AgentStaging
+            from keepstep.rank.shard_writer import NativeShardWriter
+
             self._writer = NativeShardWriter(
                 AgentStaging(self._runtime), rank=world.rank, world=world.size
             )

@@ -1,0 +1,115 @@
+"""Terms and rounds of a run on shared storage, and which checkpoints they leave behind.
+
+A coordinator claims a term by exclusive creation of ``terms/N`` and appends a line for every round
+that goes on: the step it resumed from. A checkpoint counts only if no later round resumed below its
+step; otherwise it belongs to an abandoned line of training.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from keepstep.checkpoint import catalog
+from keepstep.errors import CheckpointMismatch, CheckpointNotFound
+from keepstep.wire.types import Version
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a term's file: round ``round`` went on after step ``resume``."""
+
+    run: str
+    round: int
+    resume: int
+
+
+class Lineage:
+    """The history of a run, and the term of this coordinator.
+
+    Args:
+        run_dir: Run folder. run: Its id. root: Folder of the checkpoints.
+    """
+
+    def __init__(self, run_dir: Path, run: str, root: Path) -> None:
+        self._run = run
+        self._root = root
+        self._resumes: list[tuple[int, int, int]] = []
+        folder = run_dir / "terms"
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+        for number in numbers:
+            self._read(number, folder / f"{number:08d}")
+        self.term, self._file = _claim(folder, max(numbers, default=0) + 1)
+
+    def _read(self, term: int, path: Path) -> None:
+        decoder = msgspec.json.Decoder(_Line)
+        for raw in path.read_bytes().splitlines():
+            try:
+                line = decoder.decode(raw)
+            except msgspec.DecodeError:
+                continue  # cut off by a kill: the round did not go on
+            self._resumes.append((term, line.round, line.resume))
+
+    def went_on(self, round: int, resume: int) -> None:
+        """Round ``round`` of this term resumes from ``resume``."""
+        self._resumes.append((self.term, round, resume))
+        line = _Line(run=self._run, round=round, resume=resume)
+        self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def abandoned(self, version: Version) -> bool:
+        """Whether a later round resumed below the step of ``version``."""
+        return any(
+            (term, number) > (version.term, version.round) and resume < version.step
+            for term, number, resume in self._resumes
+        )
+
+    def pick(self, exclude: frozenset[str]) -> tuple[int, str]:
+        """Step and folder of the newest checkpoint to resume from; (0, "") if none was ever made.
+
+        Args:
+            exclude: Folders that were found damaged.
+
+        Raises:
+            CheckpointMismatch: the folder holds checkpoints of another run.
+            CheckpointNotFound: there are checkpoints, and none can be used.
+        """
+        infos = catalog.committed(self._root)
+        others = sorted({info.version.run for info in infos} - {self._run})
+        if others:
+            raise CheckpointMismatch(
+                f"{self._root} holds checkpoints of run {', '.join(others)}, not of {self._run}",
+                done="nothing was loaded and nothing was changed",
+                advice="set checkpoint.dir to a folder of this run's own",
+            )
+        for info in infos:
+            if info.folder not in exclude and not self.abandoned(info.version):
+                return info.step, info.folder
+        damaged = set(catalog.published(self._root)) - {
+            info.folder for info in infos if self.abandoned(info.version)
+        }
+        if damaged:
+            raise CheckpointNotFound(
+                f"none of {len(damaged)} checkpoints in {self._root} can be used",
+                done="nothing was deleted",
+                advice="run keepstep checkpoint verify; to start again from step 0, move them away",
+            )
+        return 0, ""
+
+    def close(self) -> None:
+        """Close the term's file."""
+        self._file.close()
+
+
+def _claim(folder: Path, number: int) -> tuple[int, BinaryIO]:
+    """Claim the first free term from ``number`` on."""
+    while True:
+        try:
+            fd = os.open(folder / f"{number:08d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            number += 1
+            continue
+        os.fsync(fd)
+        return number, os.fdopen(fd, "wb", buffering=0)
