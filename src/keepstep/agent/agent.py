@@ -14,6 +14,7 @@ from keepstep.agent.children import Children
 from keepstep.agent.console import Console
 from keepstep.agent.files import EventFiles
 from keepstep.agent.hangs import HangWatch
+from keepstep.agent.health_watch import HealthWatch
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.processes import RankProcess
 from keepstep.agent.roster import Roster
@@ -21,6 +22,7 @@ from keepstep.agent.staging import Slots
 from keepstep.agent.tail import Tails
 from keepstep.clock import SYSTEM
 from keepstep.errors import ExitCode
+from keepstep.ports import Finding, HealthCheck
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.loop import Loop
 from keepstep.wire.messages import (
@@ -67,10 +69,10 @@ class Agent:
     """Runs one job on one node.
 
     Args:
-        spec: What is launched. console: where people look.
+        spec: What is launched. console: where people look. checks: of the node's health.
     """
 
-    def __init__(self, spec: Launch, console: Console) -> None:
+    def __init__(self, spec: Launch, console: Console, checks: list[HealthCheck]) -> None:
         self._spec = spec
         self._console = console
         self._files = EventFiles(
@@ -83,6 +85,7 @@ class Agent:
         self._loop = Loop()
         self._slots = Slots(spec.config.checkpoint.dir)
         self._tails = Tails(console.show)
+        self._health = HealthWatch(checks, self._loop.wake)
         self._watch = HangWatch(spec.config, spec.run_dir, _TICK_S)
         self._roster = Roster(
             spec,
@@ -151,6 +154,7 @@ class Agent:
         for channel in (self._children.coordinator, self._children.zygote, self._children.writer):
             self._loop.remove(channel)
         self._children.close(limit_s=20.0)
+        self._health.close(limit_s=5.0)
         self._slots.close()
         self._loop.close()
 
@@ -171,6 +175,21 @@ class Agent:
         except Closed:
             return
 
+    def found(self, finding: Finding) -> None:
+        """Record a health finding; a node that must be replaced ends here."""
+        self.recorder.emit(
+            events.HealthFinding(
+                check=finding.check, status=finding.status, detail=finding.detail
+            )
+        )
+        if finding.status == "bad":
+            self._console.say(f"health check {finding.check} is bad: {finding.detail}")
+        if finding.action == "replace_node":
+            text = f"this node is unhealthy: {finding.check}: {finding.detail}"
+            self._finish(
+                JobEnd(exit_code=ExitCode.NODE_UNHEALTHY, reason=text, graceful=False)
+            )
+
     # --- now and then ---------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
@@ -186,6 +205,8 @@ class Agent:
                 )
         if self._end is None:
             self._look_for_hangs(ranks, now)
+        for finding in self._health.take():
+            self.found(finding)
         if self._roster.hopeless:
             text = "parked processes end before they are used; see zygote.log"
             self._finish(JobEnd(exit_code=ExitCode.INTERNAL, reason=text, graceful=False))
@@ -327,6 +348,7 @@ class Agent:
             return
         if notice.kind == "restart":
             self._console.restarts += 1
+            self._health.start()
         if notice.kind == "go":
             self._console.committed = notice.step
         self._console.say(notice.text)

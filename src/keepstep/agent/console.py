@@ -10,6 +10,9 @@ import math
 import sys
 from typing import TextIO
 
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+
 _PLAIN_EVERY_S = 10.0
 _LIVE_EVERY_S = 0.2
 
@@ -62,6 +65,11 @@ class Console:
         if self._live and self._shown:
             self._err.write("\r\x1b[K")
             self._shown = ""
+
+    def tables(self, content: RenderableType) -> None:
+        """The tables at the end of a run."""
+        self._clear()
+        RichConsole(file=self._err).print(content)
 
     def close(self) -> None:
         """Remove the progress line."""

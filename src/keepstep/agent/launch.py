@@ -10,11 +10,15 @@ from keepstep import __version__, events
 from keepstep.agent.agent import Agent
 from keepstep.agent.console import Console
 from keepstep.agent.environment import shared_environment
+from keepstep.agent.health_watch import checks_of, refuse_bad_start
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.run_folder import RunFolder
 from keepstep.errors import ExitCode
 from keepstep.faults import triggers
 from keepstep.faults.plan import FaultPlan
+from keepstep.goodput.render import closing_table
+from keepstep.goodput.report import build
+from keepstep.health import run_all
 
 
 def launch(spec: Launch) -> int:
@@ -29,7 +33,10 @@ def launch(spec: Launch) -> int:
     folder = RunFolder(spec)
     console = Console()
     try:
-        agent = Agent(spec, console)
+        checks = checks_of(spec)
+        findings = run_all(checks)
+        refuse_bad_start(findings)
+        agent = Agent(spec, console, checks)
         _handle_signals(spec, agent)
         agent.recorder.emit(
             events.RunBegin(
@@ -39,6 +46,8 @@ def launch(spec: Launch) -> int:
                 version=__version__,
             )
         )
+        for finding in findings:
+            agent.found(finding)
         console.say(f"run {spec.run_id}: {spec.nproc} ranks, run folder {spec.run_dir}")
         end = agent.run()
         code, reason = int(end.exit_code), end.reason
@@ -49,6 +58,7 @@ def launch(spec: Launch) -> int:
         agent.close_files()
         console.close()
         console.say(f"{reason} (exit code {code})")
+        console.tables(closing_table(build(spec.run_dir)))
         return code
     finally:
         folder.close()

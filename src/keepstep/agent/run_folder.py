@@ -1,13 +1,12 @@
-"""The run folder: one agent at a time, and a checkpoint folder that can be written."""
+"""The run folder: one agent at a time."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from pathlib import Path
 
 from keepstep.agent.launch_spec import Launch
-from keepstep.errors import CheckpointNotWritable, UsageError
+from keepstep.errors import UsageError
 
 
 class RunFolder:
@@ -15,7 +14,6 @@ class RunFolder:
 
     Raises:
         UsageError: another agent uses it.
-        CheckpointNotWritable: checkpoints cannot be written.
     """
 
     def __init__(self, spec: Launch) -> None:
@@ -31,26 +29,7 @@ class RunFolder:
                 f"another keepstep run uses the run folder {self.path}",
                 advice="wait for it to end, or give another --run-dir",
             ) from None
-        try:
-            _prepare_checkpoints(Path(spec.config.checkpoint.dir))
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
-
-
-def _prepare_checkpoints(root: Path) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe = root / f".probe-{os.getpid()}"
-        probe.write_bytes(b"keepstep")
-        probe.unlink()
-    except OSError as error:
-        raise CheckpointNotWritable(
-            f"checkpoints cannot be written to {root}: {error.strerror or error}",
-            done="nothing was started",
-            advice="check rights and space, or set checkpoint.dir",
-        ) from error

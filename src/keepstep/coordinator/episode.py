@@ -42,6 +42,6 @@ class Episode:
         return self._stacks.get(guilty, "")
 
     @property
-    def newest_step(self) -> int:
-        """The newest step that any rank is known to have begun."""
-        return max(report.step for report in self.reports)
+    def oldest_step(self) -> int:
+        """The step that the world was in: a step is over only when every rank has completed it."""
+        return min(report.step for report in self.reports)

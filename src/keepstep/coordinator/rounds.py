@@ -320,7 +320,7 @@ class Rounds:
         cause = events.RestartCause(
             cause=found.cause,
             guilty=found.guilty,
-            step=max(found.step, episode.newest_step),
+            step=found.step if found.cause in policy.DEFINITE else episode.oldest_step,
             level=decision.level,
             reason=decision.reason,
             line=found.line,

@@ -59,7 +59,7 @@ class AgentStaging:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._slots: dict[int, Slot] = {}
-        self._free: list[int] = []
+        self._busy: set[int] = set()
         self._changed = threading.Condition()
         self._pending: dict[int, AgentWrite] = {}
         runtime.control.on_slot_free = self._freed
@@ -75,7 +75,8 @@ class AgentStaging:
             self._grow(size, timeout_s)
         deadline = SYSTEM.mono() + timeout_s
         with self._changed:
-            while not self._free:
+            # A slot is busy from submit on: one that an abort interrupted before is simply free.
+            while not (free := sorted(self._slots.keys() - self._busy)):
                 left = deadline - SYSTEM.mono()
                 if left <= 0 or not self._changed.wait(left):
                     raise SaveFailed(
@@ -83,7 +84,7 @@ class AgentStaging:
                         where=f"rank {self._runtime.start.rank}, {len(self._slots)} slots in use",
                         advice="storage is slower than the saves: raise checkpoint.every_steps",
                     )
-            return self._slots[self._free.pop()]
+            return self._slots[free[0]]
 
     def _grow(self, size: int, timeout_s: float) -> None:
         count = self._runtime.config.checkpoint.slots
@@ -96,12 +97,9 @@ class AgentStaging:
             buffer = mmap.mmap(fd, granted)
             os.close(fd)
             self._slots[number] = Slot(id=number, buffer=buffer, capacity=granted)
-            with self._changed:
-                self._free.append(number)
 
     def _drop_slots(self) -> None:
-        with self._changed:
-            self._free.clear()
+        self._busy.clear()
         for slot in self._slots.values():
             slot.buffer.close()
         self._slots.clear()
@@ -110,6 +108,7 @@ class AgentStaging:
         """Hand a filled slot over to the agent's writer."""
         pending = AgentWrite(version)
         self._pending[version.step] = pending
+        self._busy.add(slot.id)
         self._runtime.control.send(
             Staged(
                 inc=self._runtime.start.inc,
@@ -127,9 +126,8 @@ class AgentStaging:
 
     def _freed(self, number: int) -> None:
         with self._changed:
-            if number in self._slots:
-                self._free.append(number)
-                self._changed.notify_all()
+            self._busy.discard(number)
+            self._changed.notify_all()
 
     def _saved(self, result: SaveResult) -> None:
         pending = self._pending.pop(result.step, None)
