@@ -14,8 +14,8 @@ The order of evidence is not the order of events. Three rules make up for that:
    job for an error that nobody made.
 3. SIGABRT is what a library does to its own process when a peer is gone, so it counts as an exit.
 
-With time-outs alone, collective sequence numbers decide; where they do not name one rank, nobody is
-blamed.
+With time-outs alone, the order of the time-outs and collective sequence numbers decide; where they do
+not name one rank, nobody is blamed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ DEFINITE = frozenset(
 )
 KINDS = SYMPTOMS | DEFINITE
 PROCESS_GONE = frozenset({"killed", "oom", "exit", "hang"})
+SAME_TIME_S = 0.002
+"""Time-outs this close together, in seconds, do not tell who began to wait first."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -258,34 +260,34 @@ def _laggard(
 ) -> tuple[int, str]:
     """The one rank that others waited for, and how it is known; or -1 and why nobody is named.
 
-    A rank that lags in one group while it waits in another is held up itself.
+    All ranks have the same time limit, so those that time out first began to wait first: they were
+    held up by nobody who waits for them. Whoever had not entered the collective that they were in is
+    what they waited for; later time-outs, in other groups, are its consequences.
     """
-    waiters = {report.rank for report in reports if report.kind == "timeout"}
-    if not waiters:
+    times = {report.rank: report.t for report in reports if report.kind == "timeout"}
+    if not times:
         return -1, "no rank that failed says why"
     silent = [rank for rank in range(world) if not seqs.get(rank)]
     if silent:
         missing = ", ".join(map(str, silent))
         return -1, f"how many collectives were entered is not known of ranks {missing}"
+    first = min(times.values())
+    waiters = {rank for rank, t in times.items() if t - first <= SAME_TIME_S}
     behind: dict[int, str] = {}
-    waiting: set[int] = set()
     for group in sorted({name for by_group in seqs.values() for name in by_group}):
         entered = {rank: seqs[rank][group] for rank in range(world) if group in seqs[rank]}
         top = max(entered.values())
-        late = {rank: count for rank, count in entered.items() if count < top}
-        ahead = set(entered) - set(late)
-        if not late:
+        if not any(entered.get(rank) == top for rank in waiters):
             continue
-        waiting |= ahead
-        if ahead & waiters:
-            for rank, count in late.items():
+        for rank, count in entered.items():
+            if count < top:
                 text = f"had entered {count} collectives of group {group}, the others {top}"
                 behind.setdefault(rank, text)
-    guilty = sorted(set(behind) - waiting)
+    guilty = sorted(set(behind) - waiters)
     if len(guilty) == 1:
         return guilty[0], behind[guilty[0]]
     if guilty:
-        return -1, f"ranks {', '.join(map(str, guilty))} lag behind the others"
+        return -1, f"ranks {', '.join(map(str, sorted(behind)))} lag behind the others"
     return -1, "no rank entered fewer collectives than those that waited"
 
 

@@ -166,7 +166,7 @@ class NativeRestarter:
 
     def _failed(self, error: BaseException | None) -> tuple[bool, Any]:
         """Report a failure of our own, wait for the abort, and drop what the attempt held."""
-        runtime = self._runtime
+        runtime, now = self._runtime, SYSTEM.mono()  # first of all: the order of failures counts
         if not self._seqs:
             self._seqs = self._groups.sequence_numbers()
         if error is not None and self._control.aborting_round < self._round:
@@ -180,7 +180,7 @@ class NativeRestarter:
                     error=about.error,
                     location=about.location,
                     step=runtime.step,
-                    t=SYSTEM.mono(),
+                    t=now,
                     stack=about.stack,
                     fatal=fatal.get(about.failure, 0),
                     fresh=self._attempts == 1,

@@ -42,7 +42,7 @@ class RoundGroups:
         backend = settings.backend or (
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         )
-        desync = self._runtime.has_unfired_desync()
+        desync = self._runtime.expect_desync()
         self._store = ControlStore(
             self._runtime.control,
             inc=self._runtime.start.inc,

@@ -54,6 +54,7 @@ class Runtime:
         self.sequence_numbers: Callable[[], dict[str, int]] = dict
         self.desync: Callable[[bool], None] | None = None
         """Set per round when the plan has a desync fault: True for the rank that skips."""
+        self.desync_due: set[int] = set()
         self.stack_file: TextIO | None = None
         self._stop_beating = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="keepstep-beat", daemon=True)
@@ -125,11 +126,11 @@ class Runtime:
         for fault in self.faults.at(step):
             mine = fault.rank == self.start.rank
             if fault.kind == "desync":
-                if self.desync is not None:
+                if self.desync is not None and fault.index in self.desync_due:
+                    self.desync_due.discard(fault.index)
                     if mine:
                         self._claim(fault)
-                    desync, self.desync = self.desync, None
-                    desync(mine)
+                    self.desync(mine)
             elif mine and self._claim(fault):
                 triggers.fire(fault, run=self.start.run)
 
@@ -141,12 +142,18 @@ class Runtime:
         )
         return True
 
-    def has_unfired_desync(self) -> bool:
-        """Whether a desync fault is still to come; the same on every rank at a round's start."""
-        return any(
-            fault.kind == "desync" and not fault_plan.claimed(self.run_dir, fault.index)
+    def expect_desync(self) -> bool:
+        """Note which desync faults are still to come; the same on every rank at a round's start.
+
+        Returns:
+            Whether there are any.
+        """
+        self.desync_due = {
+            fault.index
             for fault in self.faults.faults
-        )
+            if fault.kind == "desync" and not fault_plan.claimed(self.run_dir, fault.index)
+        }
+        return bool(self.desync_due)
 
 
 class _Holder:
