@@ -52,7 +52,7 @@ class Channel(Generic[M]):
         self.sock = sock
         self._blocking = blocking
         sock.setblocking(blocking)
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
         self._in = bytearray()
@@ -74,8 +74,10 @@ class Channel(Generic[M]):
 
         Raises:
             Closed: the other end is gone.
-            InternalError: the message is larger than ``MAX_FRAME``.
+            InternalError: the message is larger than ``MAX_FRAME``, or has too many descriptors.
         """
+        if len(fds) > _MAX_FDS:
+            raise InternalError(f"a message with {len(fds)} descriptors; {_MAX_FDS} are the limit")
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME:
             raise InternalError(f"a message of {len(body)} bytes is over the limit of {MAX_FRAME}")
@@ -128,7 +130,7 @@ class Channel(Generic[M]):
             raise Closed(str(error)) from error
 
     def read(self) -> bool:
-        """Read what is there (blocking mode: wait for something). False at the end of the stream."""
+        """Read what is there (blocking mode: wait for it). False at the end of the stream."""
         try:
             if self._unix:
                 space = socket.CMSG_SPACE(_MAX_FDS * 4)
@@ -164,7 +166,7 @@ class Channel(Generic[M]):
             del self._in[:end]
             try:
                 message = self._decoder.decode(body)
-            except msgspec.ValidationError as error:
+            except msgspec.DecodeError as error:
                 raise InternalError(f"a message could not be decoded: {error}") from error
             yield message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 from collections.abc import Callable
@@ -67,9 +68,11 @@ class Loop:
 
     def _serve(self, served: _Served, mask: int) -> None:
         channel = served.channel
-        try:
-            if mask & selectors.EVENT_WRITE:
+        if mask & selectors.EVENT_WRITE:
+            # What the peer sent before it went can still be read; reading says when it ends.
+            with contextlib.suppress(Closed):
                 channel.flush()
+        try:
             alive = not mask & selectors.EVENT_READ or channel.read()
             for message in channel.messages():
                 served.handler(message)

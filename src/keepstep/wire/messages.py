@@ -18,7 +18,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages."""
 
 
-# --- agent -> zygote, zygote -> agent ---------------------------------------------------------------
+# --- agent -> zygote, zygote -> agent ------------------------------------------------------------
 
 
 class Spawn(Message):
@@ -142,7 +142,7 @@ class StoreReply(Message):
     error: str = ""
 
 
-# --- rank -> agent ----------------------------------------------------------------------------------
+# --- rank -> agent -------------------------------------------------------------------------------
 
 
 class Hello(Message):
@@ -231,7 +231,7 @@ class StoreCall(Message):
     timeout_s: float = 0.0
 
 
-# --- agent -> writer, writer -> agent ---------------------------------------------------------------
+# --- agent -> writer, writer -> agent ------------------------------------------------------------
 
 
 class WriteShard(Message):

@@ -1,4 +1,4 @@
-"""Plain values that several processes share: which world a rank is in, which state a shard holds."""
+"""Plain values that several processes share: a rank's world, the version of a shard."""
 
 from __future__ import annotations
 
