@@ -103,8 +103,8 @@ class RestartCause(EventData):
 
     ``cause`` is one of exception, timeout, peer_lost, killed, oom, exit, hang, checkpoint, unknown.
     ``guilty`` is the rank (-1: nobody is blamed), ``step`` the step in which it failed (nobody is
-    blamed: the oldest step that a rank which reported was in), ``level`` kept, rerun, rank, respawn, node or stop. ``consequences`` are ranks that failed
-    because of it.
+    blamed: the oldest step that a rank which reported was in), ``level`` kept, rerun, rank, respawn,
+    node or stop. ``consequences`` are ranks that failed because of it.
     """
 
     cause: str
@@ -125,7 +125,7 @@ class RestartEnd(EventData):
     first_step: int
 
 
-# --- ranks: exits and starts written by the agent, the rest by the rank ----------------------------
+# --- ranks: exits and starts written by the agent, the rest by the rank --------------------------
 
 
 @_kind("rank.start")
@@ -209,7 +209,7 @@ class SectionEnd(EventData):
     s: float
 
 
-# --- checkpoints: staged by the rank, written by the agent's writer, committed by the coordinator --
+# --- checkpoints: staged by the rank, written by the agent's writer, committed by the coordinator
 
 
 @_kind("checkpoint.begin")
@@ -273,13 +273,13 @@ class RestoreEnd(EventData):
     bytes: int
 
 
-# --- faults, health, stopping ------------------------------------------------------------------------
+# --- faults, health, stopping --------------------------------------------------------------------
 
 
 @_kind("fault.injected")
 class FaultInjected(EventData):
-    """A drill's fault fires now, at the step in the head. ``fault`` is its kind, ``index`` its place
-    in the plan."""
+    """A drill's fault fires now, at the step in the head. ``fault`` is its kind, ``index`` its
+    place in the plan."""
 
     fault: str
     index: int
@@ -287,7 +287,7 @@ class FaultInjected(EventData):
 
 @_kind("health.finding")
 class HealthFinding(EventData):
-    """Result of one health check: ``status`` is ok, bad or absent (not present is never healthy)."""
+    """Result of a health check: ``status`` is ok, bad or absent (not present is never healthy)."""
 
     check: str
     status: str
@@ -301,7 +301,7 @@ class StopNotice(EventData):
     signal: str
 
 
-# --- writing and reading ---------------------------------------------------------------------------
+# --- writing and reading -------------------------------------------------------------------------
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -335,7 +335,7 @@ class Recorder:
 
     def __init__(
         self,
-        sink: Callable[[bytes], None],
+        sink: Callable[[bytes], object],
         *,
         run: str,
         src: str,
@@ -388,20 +388,68 @@ class Recorder:
             self._sink(self._encoder.encode(event) + b"\n")
 
 
-def read_file(path: Path) -> Iterator[Event]:
-    """Yield the events of one file; a last line cut off by a kill is left out."""
+class Damage(msgspec.Struct, frozen=True):
+    """A line of an event file that was passed over: ``line`` counts from 1, ``error`` says why."""
+
+    path: Path
+    line: int
+    error: str
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """All events of a run in time order, and the lines that could not be read."""
+
+    events: list[Event]
+    damaged: list[Damage]
+
+
+def read_file(path: Path, damaged: list[Damage] | None = None) -> Iterator[Event]:
+    """Yield the events of one file.
+
+    A last line cut off by a kill is left out. A damaged line before it (a full disk, a storage
+    fault) is passed over, so that it does not hide the rest of the run.
+
+    Args:
+        path: The file.
+        damaged: Gets what was passed over, in order.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     decoder = msgspec.json.Decoder(Event)
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield decoder.decode(line)
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                event = decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if damaged is not None:
+                    damaged.append(Damage(path, number, str(error)))
+                continue
+            yield event
+
+
+def read_run(run_dir: Path) -> Reading:
+    """All events of a run in time order (wall time, then process, then sequence number).
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    damaged: list[Damage] = []
+    files = sorted((run_dir / "events").glob("*.jsonl"))
+    events = [event for path in files for event in read_file(path, damaged)]
+    events.sort(key=lambda event: (event.t, event.src, event.rank or 0, event.seq))
+    return Reading(events, damaged)
 
 
 def read(run_dir: Path) -> list[Event]:
-    """All events of a run in time order (wall time, then process, then sequence number)."""
-    events = [event for path in sorted((run_dir / "events").glob("*.jsonl")) for event in read_file(path)]
-    events.sort(key=lambda event: (event.t, event.src, event.rank or 0, event.seq))
-    return events
+    """The events of ``read_run``, for callers that do not ask for damaged lines.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return read_run(run_dir).events
 
 
 def data_of(event: Event) -> EventData | None:
