@@ -33,7 +33,7 @@ DEFINITE = frozenset(
 )
 KINDS = SYMPTOMS | DEFINITE
 PROCESS_GONE = frozenset({"killed", "oom", "exit", "hang"})
-SAME_TIME_S = 0.002
+SAME_TIME_S = 0.02
 """Time-outs this close together, in seconds, do not tell who began to wait first."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -262,7 +262,8 @@ def _laggard(
 
     All ranks have the same time limit, so those that time out first began to wait first: they were
     held up by nobody who waits for them. Whoever had not entered the collective that they were in is
-    what they waited for; later time-outs, in other groups, are its consequences.
+    what they waited for; later time-outs, in other groups, are its consequences. Where all timed out
+    together, a single rank that is apart from two or more others is named.
     """
     times = {report.rank: report.t for report in reports if report.kind == "timeout"}
     if not times:
@@ -274,16 +275,21 @@ def _laggard(
     first = min(times.values())
     waiters = {rank for rank, t in times.items() if t - first <= SAME_TIME_S}
     behind: dict[int, str] = {}
+    alone: set[int] = set()
     for group in sorted({name for by_group in seqs.values() for name in by_group}):
         entered = {rank: seqs[rank][group] for rank in range(world) if group in seqs[rank]}
         top = max(entered.values())
         if not any(entered.get(rank) == top for rank in waiters):
             continue
-        for rank, count in entered.items():
-            if count < top:
-                text = f"had entered {count} collectives of group {group}, the others {top}"
-                behind.setdefault(rank, text)
+        late = [rank for rank, count in entered.items() if count < top]
+        if len(late) == 1 and len(entered) > 2:
+            alone.update(late)
+        for rank in late:
+            text = f"had entered {entered[rank]} collectives of group {group}, the others {top}"
+            behind.setdefault(rank, text)
     guilty = sorted(set(behind) - waiters)
+    if not guilty and len(alone) == 1:
+        guilty = sorted(alone)
     if len(guilty) == 1:
         return guilty[0], behind[guilty[0]]
     if guilty:
