@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from keepstep import linux
 from keepstep.agent.launch_spec import Launch
 from keepstep.config.load import encode
 from keepstep.wire.channel import Channel, pair
@@ -19,7 +20,7 @@ def _start(
     """Start ``python -m module`` in a session of its own with one end of a socket pair."""
     ours, theirs = pair()
     with theirs, log.open("ab") as output:
-        process = subprocess.Popen(  # noqa: S603
+        process = subprocess.Popen(
             [sys.executable, "-m", module, "--fd", str(theirs.fileno()), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -39,6 +40,9 @@ class Children:
     """
 
     def __init__(self, spec: Launch) -> None:
+        # If the zygote is killed, what its ranks started comes to this process.
+        linux.become_subreaper()
+        self._not_ours = linux.children()
         config = spec.config
         environ = _importable(spec.environ)
         logs = spec.log_dir
@@ -68,7 +72,7 @@ class Children:
         self.writer: Channel[FROM_WRITER] = Channel(sock, FROM_WRITER, blocking=False)
 
     def close(self, limit_s: float) -> None:
-        """End them by closing their channels; kill whoever takes longer than ``limit_s`` seconds."""
+        """End them by closing their channels; kill who takes longer than ``limit_s`` seconds."""
         for channel in (self.zygote, self.writer, self.coordinator):
             channel.close()
         for process in (self.zygote_process, self.writer_process, self.coordinator_process):
@@ -77,6 +81,7 @@ class Children:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        linux.end_children(keep=self._not_ours, limit_s=limit_s)
 
 
 def _importable(environ: dict[str, str]) -> dict[str, str]:

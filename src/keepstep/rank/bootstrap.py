@@ -18,10 +18,10 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from keepstep import linux
 from keepstep.clock import SYSTEM
 from keepstep.config import env
 from keepstep.config.load import decode
-from keepstep.rank import linux
 from keepstep.rank.control import Control
 from keepstep.rank.failure import describe
 from keepstep.rank.runtime import Runtime, set_current
@@ -43,7 +43,7 @@ def serve(control_fd: int, board_fd: int) -> int:
         return 0
     if not isinstance(start, Start):
         return 70
-    env.apply(start.env)
+    env.apply({**start.env, linux.OWNER: str(os.getpid())})
     board.enter(Phase.START, SYSTEM.mono())
     if start.mode == "program":
         # The control socket stays open so that the agent sees one life from park to exit.

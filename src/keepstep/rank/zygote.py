@@ -20,15 +20,14 @@ import subprocess
 import sys
 import traceback
 
+from keepstep import linux
 from keepstep.clock import SYSTEM
-from keepstep.rank import linux
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.loop import Loop
 from keepstep.wire.messages import (
     TO_ZYGOTE,
     ChildExited,
     KillTree,
-    Spawn,
     Spawned,
     ZygoteReady,
 )
@@ -147,7 +146,7 @@ class Zygote:
     def _spawn(self, fds: list[int]) -> int:
         command = [sys.executable, "-m", "keepstep.rank.bootstrap"]
         command += ["--control", str(fds[0]), "--board", str(fds[1]), "--parent", str(os.getpid())]
-        child = subprocess.Popen(  # noqa: S603
+        child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=fds[2],
@@ -174,30 +173,21 @@ class Zygote:
                 self._channel.send(ChildExited(pid=pid, status=status, t=SYSTEM.mono()))
 
     def _sweep(self) -> None:
-        """Kill processes that became ours because the rank that started them has ended."""
+        """Kill processes that became ours because the rank that started them has ended.
+
+        A daemon of a rank that lives is ours too; its session or its environment tells.
+        """
         self._sweeps_left -= 1
         me = os.getpid()
-        for pid, (parent, _) in linux.parents().items():
-            if parent == me and pid not in self._children:
+        for pid, (parent, session) in linux.parents().items():
+            if parent != me or pid in self._children or session in self._children:
+                continue
+            if linux.owner(pid) not in self._children:
                 linux.kill_tree(pid)
 
     def _end(self) -> None:
         """The agent is gone: nothing may stay behind."""
-        for pid in tuple(self._children):
-            linux.kill_tree(pid)
-        deadline = SYSTEM.mono() + 10.0
-        while SYSTEM.mono() < deadline:
-            me = os.getpid()
-            mine = [pid for pid, (parent, _) in linux.parents().items() if parent == me]
-            if not mine:
-                return
-            for pid in mine:
-                linux.kill_tree(pid)
-            try:
-                os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            SYSTEM.sleep(0.005)
+        linux.end_children(keep=(), limit_s=10.0)
 
 
 def main() -> None:
