@@ -23,10 +23,6 @@ class Episode:
         if stack:
             self._stacks.setdefault(report.rank, stack)
 
-    def said_itself(self, rank: int) -> bool:
-        """Whether ``rank`` reported an exception of its own."""
-        return any(r.rank == rank and r.kind == "exception" for r in self.reports)
-
     def settled(self, world: int, accounted: set[int], now: float, settle_s: float) -> bool:
         """Whether the cause can be decided."""
         return policy.settled(self.reports, world, accounted, now, self.first_t, settle_s)

@@ -12,7 +12,8 @@ class Member:
 
     ``state``: absent (needs a process), starting, joined (ready for the next round), running (in a
     round, or still leaving an aborted one), returned (its ``main`` did), gone (process ended).
-    ``since`` is when the state began. ``seqs`` are its collective sequence numbers at the last abort.
+    ``since`` is when the state began. ``told``: this process has reported an exception of its own in
+    this round. ``seqs`` are its collective sequence numbers at the last abort.
     """
 
     inc: int = -1
@@ -20,6 +21,7 @@ class Member:
     state: str = "absent"
     since: float = 0.0
     stepped: bool = False
+    told: bool = False
     saving: int = 0
     seqs: dict[str, int] | None = None
 

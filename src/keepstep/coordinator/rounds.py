@@ -116,11 +116,15 @@ class Rounds:
     def join(self, rank: int, join: Join, now: float) -> None:
         """A rank is ready for the next round."""
         member = self.members.find(rank, join.inc)
-        if member is None or self.state == "done":
-            return
+        if member is None or self.state == "done" or member.state in ("absent", "gone"):
+            return  # a process that is being ended may still have said so
+        if not self._adopted and self.state == "running":
+            self.state = "forming"  # it looked like a script without keepstep.run until now
         self._adopted = True
         member.state, member.since, member.seqs = "joined", now, join.seqs
         self._emit(events.RankJoined(pid=member.pid), rank=rank, round=self._next_round)
+        if self._stop is not None and self.state == "forming":
+            self._stopped("before the round began")
         self.progress(now)
 
     @property
@@ -170,6 +174,7 @@ class Rounds:
         self._emit(about, rank=rank, step=failed.step)
         if failed.failure == "checkpoint" and not failed.fatal and self._folder:
             self._refuse_checkpoint(failed.error)
+        member.told = member.told or failed.failure == "exception"
         member.seqs = failed.seqs
         report = policy.Report(
             rank=rank,
@@ -185,6 +190,8 @@ class Rounds:
         self._failure(report, member.state, failed.stack, now)
 
     def _refuse_checkpoint(self, error: str) -> None:
+        if self._folder in self._unusable:
+            return  # another rank found out first
         self._unusable.add(self._folder)
         refused = events.CheckpointUnusable(folder=self._folder, error=error)
         self._emit(refused, step=self._resume)
@@ -200,8 +207,9 @@ class Rounds:
             return  # it was replaced already, or it does not matter any more
         member.state = "gone"
         if not self._adopted and self._ended_unadopted(down):
+            self.progress(now)
             return
-        reported = self._episode is not None and self._episode.said_itself(down.rank)
+        reported = self._episode is not None and member.told
         if down.by_us or (reported and down.code > 0):
             self._replace_gone()  # the cause is known already
             self.progress(now)
@@ -222,7 +230,7 @@ class Rounds:
         """A rank of a script without keepstep.run ended in an orderly way."""
         if self._stop is None and down.code != 0:
             return False
-        if self.members.all_are("gone"):
+        if self.state != "aborting" and self.members.all_are("gone"):
             reason = "the script ended on every rank"
             code = 0
             if self._stop is not None:
@@ -306,10 +314,7 @@ class Rounds:
         if episode is None or not episode.settled(self.world, accounted, now, settle_s):
             return
         if self._stop is not None:
-            text = f"stopped on {self._stop.signal} after a failure; newest committed step "
-            self._end(
-                ExitCode.STOPPED_ON_NOTICE, f"{text}{self._saves.committed}", graceful=False
-            )
+            self._stopped("after a failure")
             return
         found = episode.attribute(self.world, self.members.seqs(), settle_s)
         reached = policy.Progress(committed=self._saves.committed, highest=self._highest)
@@ -388,6 +393,7 @@ class Rounds:
         self._saves.resume(self._resume, self.round)
         for rank, member in self.members:
             member.state, member.stepped, member.saving = "running", False, 0
+            member.told = False
             go = Go(
                 term=self._lineage.term,
                 round=self.round,
@@ -407,7 +413,7 @@ class Rounds:
     def _ready(self) -> None:
         ready = events.RoundReady(pids=self.members.pids(), resume=self._resume)
         self._emit(ready, round=self.round)
-        self._first_steps_due = self._episode is not None
+        self._first_steps_due = self._first_steps_due or self._episode is not None
         self._episode = None
         at = f"resuming after step {self._resume}" if self._resume else "from the start"
         self._say("go", f"round {self.round}: {self.world} ranks, {at}", self._resume)
@@ -445,15 +451,20 @@ class Rounds:
         self._stop = StopVote(self.world, request.signal)
         if self.state == "running" and self._adopted:
             self._tell_all(self._stop.ask(request.live))
-        elif self._adopted or self.state != "forming":
-            text = f"stopped on {request.signal} during a restart; newest committed step "
-            self._end(
-                ExitCode.STOPPED_ON_NOTICE, f"{text}{self._saves.committed}", graceful=False
-            )
+        elif self._adopted or self.state == "aborting":
+            self._stopped("during a restart")
+        # Else the agent has passed the signal on, and the script's processes end in their own way.
+
+    def _stopped(self, when: str) -> None:
+        if self._stop is not None:
+            text = f"stopped on {self._stop.signal} {when}"
+            reason = f"{text}; newest committed step {self._saves.committed}"
+            self._end(ExitCode.STOPPED_ON_NOTICE, reason, graceful=False)
 
     def stop_ack(self, rank: int, ack: StopAck, now: float) -> None:
         """A rank told which step it is in."""
-        told = self._stop.answered(rank, ack) if self._stop is not None else None
+        known = self.members.find(rank, ack.inc) is not None and self.state != "done"
+        told = self._stop.answered(rank, ack) if self._stop is not None and known else None
         if told is not None:
             if told.final:
                 self._say("stop", f"stopping after step {told.step}", told.step)

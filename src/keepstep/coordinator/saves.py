@@ -60,10 +60,13 @@ class Saves:
         """Saves that failed since the last one that worked."""
 
     def _save(self, version: Version, now: float) -> _Save | None:
-        closed_round, resume = self._closed_above
-        if version.round < closed_round and version.step > resume:
+        if self._closed(version):
             return None
         return self._open.setdefault(version, _Save(begun=now))
+
+    def _closed(self, version: Version) -> bool:
+        closed_round, resume = self._closed_above
+        return version.round < closed_round and version.step > resume
 
     def staged(self, rank: int, version: Version, now: float) -> None:
         """A rank has copied its shard."""
@@ -100,7 +103,8 @@ class Saves:
     def commit_done(self, version: Version, now: float) -> Settled | None:
         """The manifest is published."""
         save = self._open.pop(version, None)
-        self.committed = max(self.committed, version.step)
+        if not self._closed(version):
+            self.committed = max(self.committed, version.step)
         self.failed_in_a_row = 0
         if save is None:
             return None
