@@ -1,4 +1,4 @@
-"""Fake agents and ranks around a real ``Rounds``, and the rules that must hold at every message.
+"""Fake agents and ranks around a real ``Rounds``, and the rules that hold at every message.
 
 Ranks do what real ones do (leave an aborted round, join, come up again), unless a test names them in
 ``stuck``, ``deaf`` or ``down``. Time moves only by ``wait``.
@@ -158,7 +158,7 @@ class Cluster:
         number = self.rounds.round if round is None else round
         self.events.append(Emitted(data, rank, step, number))
 
-    # --- what the world does ------------------------------------------------------------------------
+    # --- what the world does ---------------------------------------------------------------------
 
     def start(self) -> Cluster:
         """Bring all ranks up and let them join; the first round begins."""
@@ -293,7 +293,7 @@ class Cluster:
         self.saves.commit_done(version, self.now)
         self.tick()
 
-    # --- what the coordinator answers -----------------------------------------------------------------
+    # --- what the coordinator answers ------------------------------------------------------------
 
     def pump(self) -> None:
         """Hand over the coordinator's messages; every one is checked."""
@@ -381,7 +381,7 @@ class Cluster:
             self.processes[rank] = self._process(order.inc + 1)
             self.up(rank)
 
-    # --- what tests ask -------------------------------------------------------------------------------
+    # --- what tests ask --------------------------------------------------------------------------
 
     def all(self, kind: type[M], *, to: int | None = None) -> list[M]:
         """Messages of ``kind`` sent so far (those for ranks: to rank ``to``)."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -15,7 +15,6 @@ from keepstep.wire.messages import (
     Go,
     Join,
     Kill,
-    Message,
     RankDown,
     Replace,
     Returned,
@@ -33,12 +32,12 @@ def running(world: int = 2, settings: Config | None = None, **more: Any) -> Clus
     return job
 
 
-def hangs(report: str = "restart") -> Config:
+def hangs(report: Literal["restart", "report"]) -> Config:
     base = Config()
     return dataclasses.replace(base, heartbeat=dataclasses.replace(base.heartbeat, on_hang=report))
 
 
-# --- forming ----------------------------------------------------------------------------------------
+# --- forming -------------------------------------------------------------------------------------
 
 
 def test_the_first_round_begins_when_all_ranks_have_joined() -> None:
@@ -90,7 +89,7 @@ def test_a_process_that_never_reaches_keepstep_run_ends_the_job() -> None:
     assert "rank 1 did not reach keepstep.run" in job.end.reason
 
 
-# --- exceptions -------------------------------------------------------------------------------------
+# --- exceptions ----------------------------------------------------------------------------------
 
 
 def test_an_exception_frees_the_others_and_all_start_the_round_again_in_the_same_processes() -> (
@@ -101,7 +100,7 @@ def test_an_exception_frees_the_others_and_all_start_the_round_again_in_the_same
     assert job.all(Abort, to=0) == [Abort(round=1, reason="rank 1 failed")]
     assert job.running == 2
     assert job.incs == [0, 0, 0]
-    assert job.all(Replace) == job.all(Kill) == []
+    assert not job.all(Replace) and not job.all(Kill)
     assert (job.cause.cause, job.cause.guilty, job.cause.level) == ("exception", 1, "rerun")
     assert (job.cause.step, job.cause.consequences) == (7, [])
 
@@ -209,7 +208,7 @@ def test_a_save_that_fails_for_good_ends_the_job() -> None:
     assert job.end and job.end.exit_code == 65
 
 
-# --- killed -----------------------------------------------------------------------------------------
+# --- killed --------------------------------------------------------------------------------------
 
 
 def test_a_killed_rank_is_replaced_and_the_others_keep_their_processes() -> None:
@@ -379,7 +378,7 @@ def test_a_rank_killed_while_the_next_round_forms_is_a_failure_of_its_own() -> N
     assert job.running == 2
 
 
-# --- ranks that do not leave ------------------------------------------------------------------------
+# --- ranks that do not leave ---------------------------------------------------------------------
 
 
 def test_a_rank_that_never_leaves_the_aborted_round_is_ended_and_replaced() -> None:
@@ -418,7 +417,7 @@ def test_a_rank_that_leaves_just_when_it_is_ended_is_not_counted_on() -> None:
     assert [inc for inc, _ in job.goes[2].values()] == [0, 1]
 
 
-# --- hangs ------------------------------------------------------------------------------------------
+# --- hangs ---------------------------------------------------------------------------------------
 
 
 def test_a_hung_rank_is_ended_and_replaced() -> None:
@@ -469,7 +468,7 @@ def test_with_report_only_a_hang_is_written_down_and_nothing_is_done() -> None:
     job = running(2, hangs("report"))
     job.stall(job.evidence(0), job.evidence(1, seq=90))
     assert job.running == 1
-    assert job.all(Kill) == job.all(Replace) == job.all(Abort) == []
+    assert not job.all(Kill) and not job.all(Replace) and not job.all(Abort)
     assert len(job.emitted(events.RankHung)) == 1
     assert "rank 1 entered fewer collectives" in job.notices("fail")[0]
 
@@ -488,7 +487,7 @@ def test_a_stall_of_old_processes_or_of_a_round_that_is_over_does_not_count() ->
     assert job.all(Kill) == []
 
 
-# --- checkpoints --------------------------------------------------------------------------------------
+# --- checkpoints ---------------------------------------------------------------------------------
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_older_one_taken() -> None:
@@ -557,7 +556,7 @@ def test_a_restart_does_not_wait_for_a_save_that_a_rank_never_staged() -> None:
     assert job.running == 2
 
 
-# --- the end ------------------------------------------------------------------------------------------
+# --- the end -------------------------------------------------------------------------------------
 
 
 def test_the_job_is_over_when_every_rank_has_returned() -> None:
@@ -650,7 +649,7 @@ def test_failing_from_outside_ends_the_job() -> None:
     assert job.end and (job.end.exit_code, job.end.graceful) == (65, False)
 
 
-# --- stopping on notice -----------------------------------------------------------------------------
+# --- stopping on notice --------------------------------------------------------------------------
 
 
 def test_a_stop_is_agreed_on_and_the_job_ends_after_its_save() -> None:
@@ -736,7 +735,7 @@ def test_a_stop_while_the_first_round_forms_ends_the_job_before_it_trains() -> N
     assert job.end and job.end.exit_code == 75
 
 
-# --- messages that come too late ----------------------------------------------------------------------
+# --- messages that come too late -----------------------------------------------------------------
 
 
 def test_messages_of_old_incarnations_are_ignored() -> None:
@@ -774,7 +773,7 @@ def test_a_return_from_an_older_round_does_not_count() -> None:
     assert job.end is None
 
 
-# --- scripts that do not use keepstep.run -----------------------------------------------------------
+# --- scripts that do not use keepstep.run --------------------------------------------------------
 
 
 def plain(world: int = 2, settings: Config | None = None) -> Cluster:

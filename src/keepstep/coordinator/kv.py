@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from keepstep.wire.messages import StoreCall, StoreReply
 
 
+_LEAST = {"add": (1, 0), "append": (1, 1), "compare_set": (1, 2), "delete": (1, 0)}
+"""How many keys and values an operation needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A reply and the rank (with incarnation) that it is for."""
@@ -60,6 +64,9 @@ class KeyValue:
 
     def _do(self, call: StoreCall) -> tuple[list[bytes], int]:
         data, keys, values = self._data, call.keys, call.values
+        least_keys, least_values = _LEAST.get(call.op, (0, 0))
+        if len(keys) < least_keys or len(values) < least_values:
+            raise ValueError(f"{call.op} with {len(keys)} keys and {len(values)} values")
         match call.op:
             case "set":
                 if len(keys) != len(values):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Member:
     """One rank number and the process that has it.
 
-    ``state``: absent (needs a process), starting, joined (ready for the next round), running (in a
-    round, or still leaving an aborted one), returned (its ``main`` did), gone (process ended).
+    ``state``: absent (needs a process), starting, joined (ready for the next round), running (in
+    a round, or still leaving an aborted one), returned (its ``main`` did), gone (process ended).
     ``since`` is when the state began. ``told``: this process has reported an exception of its own in
     this round. ``seqs`` are its collective sequence numbers at the last abort.
     """

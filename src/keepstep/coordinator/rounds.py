@@ -1,4 +1,4 @@
-"""Rounds: who is in, what failed, who is replaced, when all go on. The coordinator's state machine.
+"""Rounds: who is in, what failed, who is replaced, when all go on: the coordinator's core.
 
 No I/O: messages come in with the time, messages for the agents go out. Policy (who is to blame, what
 is done) is asked, not made here. One ``Rounds`` serves one job.
@@ -11,6 +11,7 @@ A script that does not use keepstep.run never joins: its round runs once all its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -380,9 +381,9 @@ class Rounds:
 
     def _go(self, now: float) -> None:
         episode = self._episode
-        if episode is not None and self._saves.will_finish():
-            if now - episode.first_t < self._config.restart.save_wait_s:
-                return  # a save that needs no rank any more is about to commit: lose less
+        waited = now - episode.first_t if episode is not None else math.inf
+        if self._saves.will_finish() and waited < self._config.restart.save_wait_s:
+            return  # a save that needs no rank any more is about to commit: lose less
         try:
             self._resume, self._folder = self._lineage.pick(frozenset(self._unusable))
         except KeepstepError as error:

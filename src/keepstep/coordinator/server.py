@@ -192,7 +192,7 @@ class Coordinator:
             case _:
                 self._rounds.stop_ack(rank, body, now)  # type: ignore[arg-type]
 
-    # --- saves --------------------------------------------------------------------------------------
+    # --- saves -----------------------------------------------------------------------------------
 
     def _shard_done(self, done: ShardDone, now: float) -> None:
         if done.error:

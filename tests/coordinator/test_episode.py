@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from typing import Any
+
+from keepstep.coordinator.episode import Episode
+from keepstep.policy import Report
+
+SETTLE_S = 1.0
+
+
+def report(rank: int, kind: str = "exception", t: float = 10.0, **more: Any) -> Report:
+    return Report(rank=rank, t=t, kind=kind, **{"step": 5, "error": "E: bad", **more})
+
+
+def test_a_kill_is_settled_at_once_and_an_exception_when_all_are_accounted_for() -> None:
+    killed = Episode(report(0, "killed", code=-9), "", 10.0)
+    assert killed.settled(4, set(), 10.0, SETTLE_S)
+    raised = Episode(report(0), "", 10.0)
+    assert not raised.settled(3, {1}, 10.0, SETTLE_S)
+    assert raised.settled(3, {1, 2}, 10.0, SETTLE_S)
+
+
+def test_it_waits_no_longer_than_the_settling_time_from_its_first_evidence() -> None:
+    episode = Episode(report(0, "peer_lost"), "", 10.0)
+    episode.add(report(1, "peer_lost", t=10.9), "")
+    assert not episode.settled(4, set(), 10.0 + SETTLE_S - 0.1, SETTLE_S)
+    assert episode.settled(4, set(), 10.0 + SETTLE_S, SETTLE_S)
+
+
+def test_later_evidence_can_change_who_is_to_blame() -> None:
+    episode = Episode(report(0, "peer_lost"), "", 10.0)
+    episode.add(report(2, "killed", t=10.4, code=-9), "")
+    found = episode.attribute(3, {}, SETTLE_S)
+    assert (found.cause, found.guilty, found.consequences) == ("killed", 2, (0,))
+
+
+def test_the_stack_is_the_guilty_rank_s_first_one() -> None:
+    episode = Episode(report(0), "first", 10.0)
+    episode.add(report(1), "other")
+    episode.add(report(0), "second")
+    episode.add(report(2), "")
+    assert [episode.stack(rank) for rank in (0, 1, 2, -1)] == ["first", "other", "", ""]
+
+
+def test_the_oldest_step_is_that_of_the_rank_that_was_furthest_behind() -> None:
+    episode = Episode(report(0, step=7), "", 10.0)
+    episode.add(report(1, step=5), "")
+    episode.add(report(2, step=6), "")
+    assert episode.oldest_step == 5
