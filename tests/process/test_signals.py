@@ -99,3 +99,21 @@ def test_a_signal_while_the_helpers_start_ends_the_job_cleanly(tmp_path: Path) -
         job.signal(signal.SIGTERM)
         assert job.wait() in (75, 128 + signal.SIGTERM)
     assert "Traceback" not in job.err
+
+
+def test_ranks_that_flood_their_output_do_not_hold_up_the_agent(tmp_path: Path) -> None:
+    script = """
+    import os, time
+    print("ready", flush=True)
+    while True:
+        os.write(1, b"x\\n" * 20000)
+        time.sleep(0.001)
+    """
+    with Job(tmp_path, script, flags=["--set", "run.grace_s=1"]) as job:
+        _ready(job)
+        job.signal(signal.SIGTERM)
+        assert job.wait(30.0) == 75
+        logs = list((job.run_dir / "logs").glob("*.stdout.log"))
+        for log in logs:
+            log.unlink()  # they are large
+    assert "bytes are left out here; all of it is in" in job.out

@@ -1,22 +1,29 @@
-"""Ranks' output on the agent's terminal: reads the log files as they grow."""
+"""Ranks' output on the agent's terminal: reads the log files as they grow.
+
+A rank that writes faster than a terminal takes it must not hold up the agent: each look shows a
+bounded part, and what is left when the rank has ended is cut to its last part. The log files hold
+all of it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 _CHUNK = 1 << 16
+_LAST = 1 << 20
 
 
 @dataclass(slots=True)
 class _Tail:
     file: BinaryIO
+    path: Path
     prefix: str
     stream: int
     rest: bytes = b""
-    path: Path = field(default_factory=Path)
 
 
 class Tails:
@@ -32,10 +39,10 @@ class Tails:
 
     def add(self, ticket: int, stream: int, path: Path, prefix: str) -> None:
         """Follow ``path`` from its start."""
-        self._tails[ticket, stream] = _Tail(path.open("rb", buffering=0), prefix, stream)
+        self._tails[ticket, stream] = _Tail(path.open("rb", buffering=0), path, prefix, stream)
 
     def poll(self) -> None:
-        """Show what was added since the last call."""
+        """Show what was added since the last call, at most a chunk of each file."""
         for tail in self._tails.values():
             self._read(tail)
 
@@ -43,13 +50,32 @@ class Tails:
         """The process is gone: show the rest, a last line without end too."""
         for key in [key for key in self._tails if key[0] == ticket]:
             tail = self._tails.pop(key)
-            self._read(tail)
+            self._leave_out(tail)
+            while self._read(tail):
+                pass
             if tail.rest:
-                self._show(tail.stream, f"{tail.prefix}{tail.rest.decode(errors='replace')}")
+                self._show_lines(tail, [tail.rest])
             tail.file.close()
 
-    def _read(self, tail: _Tail) -> None:
-        while data := tail.file.read(_CHUNK):
-            *lines, tail.rest = (tail.rest + data).split(b"\n")
-            for line in lines:
-                self._show(tail.stream, f"{tail.prefix}{line.decode(errors='replace')}")
+    def _read(self, tail: _Tail) -> bool:
+        data = tail.file.read(_CHUNK)
+        *lines, tail.rest = (tail.rest + data).split(b"\n")
+        self._show_lines(tail, lines)
+        return bool(data)
+
+    def _leave_out(self, tail: _Tail) -> None:
+        """Pass over what is too much to show."""
+        at, end = tail.file.tell(), os.fstat(tail.file.fileno()).st_size
+        if end - at <= _LAST:
+            return
+        tail.file.seek(end - _LAST)
+        skipped = tail.file.read(_CHUNK).partition(b"\n")
+        left_out = end - _LAST - at + len(skipped[0] + skipped[1]) + len(tail.rest)
+        tail.rest = skipped[2]
+        note = f"... {left_out} bytes are left out here; all of it is in {tail.path}"
+        self._show_lines(tail, [note.encode()])
+
+    def _show_lines(self, tail: _Tail, lines: list[bytes]) -> None:
+        if lines:
+            texts = (tail.prefix + line.decode(errors="replace") for line in lines)
+            self._show(tail.stream, "\n".join(texts))
