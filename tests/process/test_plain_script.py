@@ -145,6 +145,16 @@ def test_a_program_needs_no_python_and_its_exit_code_counts(tmp_path: Path) -> N
     ]
 
 
+def test_a_program_has_no_heartbeat_and_is_never_called_hung(tmp_path: Path) -> None:
+    flags = ["--no-python", "--set", "heartbeat.start_limit_s=1"]
+    flags += ["--set", "heartbeat.min_limit_s=1"]
+    command = 'test "$TORCHELASTIC_RESTART_COUNT" = 1 || exit 9; sleep 2.5; exit 0'
+    with Job(tmp_path, flags=flags, arguments=["/bin/sh", "-c", command]) as job:
+        assert job.wait() == 0
+    assert [cause for cause, _, _ in job.causes()] == ["exit"]
+    assert job.events("rank.suspect", "rank.hung") == []
+
+
 def test_a_program_that_fails_each_time_ends_the_job_with_78(tmp_path: Path) -> None:
     with Job(tmp_path, flags=["--no-python"], arguments=["/bin/sh", "-c", "exit 9"]) as job:
         assert job.wait() == 78

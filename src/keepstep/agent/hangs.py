@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,8 +66,8 @@ class HangWatch:
         for process in ranks:
             seen = self._seen.setdefault(process.ticket, _Seen())
             self._learn(process, seen)
-            if seen.phase in _UNWATCHED or not seen.progress:
-                continue
+            if seen.phase in _UNWATCHED or not process.board.last_beat:
+                continue  # a program without Python never beats: its silence means nothing
             idle = self._watch.idle(seen.progress, now)
             limits = self._limits(seen, process)
             if idle > limits.suspect_s and seen.suspect_for != seen.progress:
@@ -136,11 +137,10 @@ class HangWatch:
         )
 
     def _ask_stack(self, process: RankProcess) -> None:
-        if stack_file(self._run_dir, process.rank, process.inc).exists():  # the handler is in place: the signal is harmless
-            try:
+        if stack_file(self._run_dir, process.rank, process.inc).exists():
+            # The handler is in place: the signal is harmless.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, STACK_SIGNAL)
-            except ProcessLookupError:
-                return
 
     def _stack(self, process: RankProcess) -> str:
         try:

@@ -1,0 +1,135 @@
+"""Staging slots: memory that outlives its rank, until nobody reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from keepstep.agent.staging import Freed, Slots
+from keepstep.wire.channel import Channel, pair
+from keepstep.wire.messages import (
+    FROM_WRITER,
+    TO_WRITER,
+    ShardFailed,
+    ShardWritten,
+    Staged,
+    WriteShard,
+)
+from keepstep.wire.types import Version
+
+_VERSION = Version(run="r", term=1, round=1, step=5, world=2)
+
+
+class _Writer:
+    """The other end of the agent's channel to its writer."""
+
+    def __init__(self) -> None:
+        ours, theirs = pair()
+        self.channel: Channel[FROM_WRITER] = Channel(ours, FROM_WRITER, blocking=False)
+        self._end: Channel[TO_WRITER] = Channel(theirs, TO_WRITER, blocking=True)
+
+    def take(self) -> tuple[WriteShard, int]:
+        """The next message and its descriptor."""
+        message = self._end.receive()
+        assert isinstance(message, WriteShard)
+        return message, self._end.take_fd()
+
+    def close(self) -> None:
+        self.channel.close()
+        self._end.close()
+
+
+@pytest.fixture
+def writer() -> Iterator[_Writer]:
+    with contextlib.closing(_Writer()) as made:
+        yield made
+
+
+@pytest.fixture
+def slots() -> Iterator[Slots]:
+    with contextlib.closing(Slots("/checkpoints")) as made:
+        yield made
+
+
+def _staged(slot: int) -> Staged:
+    return Staged(inc=0, slot=slot, size=4, version=_VERSION, t=0.0)
+
+
+def _written(ticket: int) -> ShardWritten:
+    return ShardWritten(
+        ticket=ticket, rank=3, version=_VERSION, folder="step-00000005", bytes=4, write_s=0.1
+    )
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_filled_slot_goes_to_the_writer_with_its_memory_and_comes_back_free(
+    slots: Slots, writer: _Writer
+) -> None:
+    (grant, fd), (other, _) = slots.grant(7, 4096, 2)
+    assert grant.size == 4096
+    assert grant.slot != other.slot
+    os.pwrite(fd, b"data", 0)
+    assert slots.write(3, _staged(grant.slot), writer.channel)
+    message, received = writer.take()
+    with os.fdopen(received, "rb") as file:
+        assert file.read(4) == b"data"
+    assert (message.rank, message.size, message.root) == (3, 4, "/checkpoints")
+    assert message.version == _VERSION
+    assert slots.writing == 1
+    assert slots.written(_written(message.ticket)) == Freed(owner=7, number=grant.slot)
+    assert slots.writing == 0
+
+
+def test_memory_outlives_its_rank_until_the_writer_has_read_it(
+    slots: Slots, writer: _Writer
+) -> None:
+    (read, fd), (unread, idle) = slots.grant(7, 4096, 2)
+    slots.write(3, _staged(read.slot), writer.channel)
+    message, received = writer.take()
+    os.close(received)
+    slots.release(7)
+    assert _is_open(fd)
+    assert not _is_open(idle)
+    failed = ShardFailed(ticket=message.ticket, rank=3, version=_VERSION, error="disk full")
+    assert slots.written(failed) is None  # nobody is there to use it again
+    assert not _is_open(fd)
+    assert not slots.write(3, _staged(unread.slot), writer.channel)
+
+
+def test_a_slot_with_two_writes_is_kept_until_both_are_done(slots: Slots, writer: _Writer) -> None:
+    [(grant, fd)] = slots.grant(7, 4096, 1)
+    tickets = []
+    for _ in range(2):
+        slots.write(3, _staged(grant.slot), writer.channel)
+        message, received = writer.take()
+        os.close(received)
+        tickets.append(message.ticket)
+    slots.release(7)
+    slots.written(_written(tickets[0]))
+    assert _is_open(fd)
+    slots.written(_written(tickets[1]))
+    assert not _is_open(fd)
+
+
+def test_larger_slots_replace_the_owners_earlier_ones_and_nobody_elses(slots: Slots) -> None:
+    [(_, small)] = slots.grant(7, 4096, 1)
+    [(_, foreign)] = slots.grant(8, 4096, 1)
+    [(grant, large)] = slots.grant(7, 8192, 1)
+    assert os.fstat(large).st_size == 8192
+    assert os.fstat(foreign).st_size == 4096
+    assert small == large or not _is_open(small)
+    assert grant.size == 8192
+
+
+def test_a_result_that_nobody_asked_for_is_passed_over(slots: Slots) -> None:
+    assert slots.written(_written(99)) is None
