@@ -1,6 +1,6 @@
 """Event files of a node: a thread drains the ranks' rings and the agent's own events.
 
-Storage may be slow or frozen; then events wait here and neither the agent nor a rank does.
+Storage may be slow, frozen or full; then events wait here and neither the agent nor a rank does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,29 @@ from typing import BinaryIO
 from keepstep.shm import Board
 
 _INTERVAL_S = 0.05
+_MOST_WAITING = 64 << 20
+
+
+class _Sink:
+    """One file; what it does not take now is tried again with the next write."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._waiting = bytearray()
+
+    def write(self, lines: list[bytes]) -> None:
+        """Append whole lines; with too many waiting, new ones are dropped."""
+        if len(self._waiting) < _MOST_WAITING:
+            self._waiting += b"".join(lines)
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError:
+            return  # a full disk must not end a run; the numbers of the events show the gap
+
+    def close(self) -> None:
+        """Close; what the file never took is lost."""
+        self._file.close()
 
 
 class EventFiles:
@@ -25,9 +48,9 @@ class EventFiles:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._boards: dict[Board, BinaryIO] = {}
+        self._boards: dict[Board, _Sink] = {}
         self._ended: list[Board] = []
-        self._own = (folder / own).open("ab", buffering=0)
+        self._own = _Sink(folder / own)
         self._lines: list[bytes] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keepstep-events", daemon=True)
@@ -40,9 +63,9 @@ class EventFiles:
 
     def add(self, board: Board, name: str) -> None:
         """Drain ``board`` into the file ``name`` from now on."""
-        file = (self._folder / name).open("ab", buffering=0)
+        sink = _Sink(self._folder / name)
         with self._lock:
-            self._boards[board] = file
+            self._boards[board] = sink
 
     def end(self, board: Board) -> None:
         """The rank is gone: drain what is left, then close its file and the board."""
@@ -56,8 +79,8 @@ class EventFiles:
         if not self._thread.is_alive():
             self._drain()
             self._own.close()
-            for file in self._boards.values():
-                file.close()
+            for sink in self._boards.values():
+                sink.close()
 
     def _run(self) -> None:
         while not self._stop.wait(_INTERVAL_S):
@@ -68,15 +91,12 @@ class EventFiles:
             lines, self._lines = self._lines, []
             boards = dict(self._boards)
             ended, self._ended = self._ended, []
-        if lines:
-            self._own.write(b"".join(lines))
-        for board, file in boards.items():
-            taken = board.take_lines()
-            if taken:
-                file.write(b"".join(taken))
+        self._own.write(lines)
+        for board, sink in boards.items():
+            sink.write(board.take_lines())
         for board in ended:
             with self._lock:
-                ended_file = self._boards.pop(board, None)
-            if ended_file is not None:
-                ended_file.close()
+                ended_sink = self._boards.pop(board, None)
+            if ended_sink is not None:
+                ended_sink.close()
             board.close()

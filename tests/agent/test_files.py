@@ -1,0 +1,96 @@
+"""Event files: what rings hold reaches the disk, also of a rank that is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep import shm
+from keepstep.agent.files import EventFiles
+from tests.process.job import wait_until
+
+
+def _board() -> tuple[shm.Board, shm.Board]:
+    """The agent's and the rank's view of one board."""
+    fd = shm.create()
+    views = shm.Board(fd), shm.Board(fd)
+    os.close(fd)
+    return views
+
+
+def test_everything_given_before_close_is_on_disk_after_it(tmp_path: Path) -> None:
+    files = EventFiles(tmp_path / "events", "agent.jsonl")
+    agents, ranks = _board()
+    files.add(agents, "rank-0.jsonl")
+    files.put(b"agent 1\n")
+    for number in range(1000):
+        assert ranks.put_line(b"rank %d\n" % number)
+    files.put(b"agent 2\n")
+    files.close()
+    lines = (tmp_path / "events" / "rank-0.jsonl").read_bytes().splitlines()
+    assert lines == [b"rank %d" % number for number in range(1000)]
+    assert (tmp_path / "events" / "agent.jsonl").read_bytes() == b"agent 1\nagent 2\n"
+    for board in (agents, ranks):
+        board.close()
+
+
+def test_what_a_dead_rank_left_in_its_ring_is_kept_and_its_board_is_closed(
+    tmp_path: Path,
+) -> None:
+    files = EventFiles(tmp_path / "events", "agent.jsonl")
+    agents, ranks = _board()
+    files.add(agents, "rank-0.jsonl")
+    ranks.put_line(b"last words\n")
+    files.end(agents)
+    files.close()
+    assert (tmp_path / "events" / "rank-0.jsonl").read_bytes() == b"last words\n"
+    with pytest.raises(ValueError, match="closed"):
+        _ = agents.step
+    ranks.close()
+
+
+def test_a_folder_that_holds_events_of_an_earlier_agent_keeps_them(tmp_path: Path) -> None:
+    for number in (1, 2):
+        files = EventFiles(tmp_path, "agent.jsonl")
+        files.put(b"%d\n" % number)
+        files.close()
+    assert (tmp_path / "agent.jsonl").read_bytes() == b"1\n2\n"
+
+
+@contextlib.contextmanager
+def _no_space_beyond(size: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond ``size`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_events_that_storage_does_not_take_wait_until_it_does(tmp_path: Path) -> None:
+    files = EventFiles(tmp_path, "agent.jsonl")
+    agents, ranks = _board()
+    files.add(agents, "rank-0.jsonl")
+    lines = [b"event number %03d\n" % number for number in range(20)]
+    with _no_space_beyond(100):
+        for line in lines[:10]:
+            files.put(line)
+            ranks.put_line(line)
+        wait_until(
+            lambda: [file.stat().st_size for file in tmp_path.iterdir()] == [100, 100],
+            "storage is full",
+        )
+    for line in lines[10:]:
+        files.put(line)
+        ranks.put_line(line)
+    files.close()
+    for name in ("agent.jsonl", "rank-0.jsonl"):
+        assert (tmp_path / name).read_bytes() == b"".join(lines)
+    for board in (agents, ranks):
+        board.close()
