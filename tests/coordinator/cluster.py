@@ -1,7 +1,7 @@
 """Fake agents and ranks around a real ``Rounds``, and the rules that hold at every message.
 
-Ranks do what real ones do (leave an aborted round, join, come up again), unless a test names them in
-``stuck``, ``deaf`` or ``down``. Time moves only by ``wait``.
+Ranks do what real ones do (leave an aborted round, join, come up again), unless a test names them
+in ``stuck``, ``deaf`` or ``down``. Time moves only by ``wait``.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def test_before_the_first_round_there_is_no_store() -> None:
 
 
 class AgainstDictionary(RuleBasedStateMachine):
-    """The store against a dictionary; waits are checked for being answered exactly when they can."""
+    """The store against a dictionary; a wait is answered exactly when it can be."""
 
     KEYS = st.sampled_from("abc")
     VALUES = st.sampled_from([b"", b"1", b"7"])

@@ -873,3 +873,14 @@ def test_a_script_that_steps_before_it_calls_keepstep_run_gets_its_round() -> No
     job.join(0)
     job.join(1)
     assert job.running > 0
+
+
+def test_a_rank_that_ended_well_before_the_others_joined_is_not_waited_for_for_ever() -> None:
+    job = Cluster()
+    job.deaf = {0, 1}
+    job.start()
+    job.die(0, 0)
+    job.deaf = set()
+    job.join(1)
+    assert (job.cause.cause, job.cause.guilty, job.cause.level) == ("exit", 0, "rank")
+    assert (job.running, job.incs) == (1, [1, 0])

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from keepstep.wire.messages import StoreCall, StoreReply
 
-
 _LEAST = {"add": (1, 0), "append": (1, 1), "compare_set": (1, 2), "delete": (1, 0)}
 """How many keys and values an operation needs."""
 

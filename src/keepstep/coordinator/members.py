@@ -12,8 +12,8 @@ class Member:
 
     ``state``: absent (needs a process), starting, joined (ready for the next round), running (in
     a round, or still leaving an aborted one), returned (its ``main`` did), gone (process ended).
-    ``since`` is when the state began. ``told``: this process has reported an exception of its own in
-    this round. ``seqs`` are its collective sequence numbers at the last abort.
+    ``since`` is when the state began. ``told``: this process has reported an exception of its own
+    in this round. ``seqs`` are its collective sequence numbers at the last abort.
     """
 
     inc: int = -1

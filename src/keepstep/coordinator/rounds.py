@@ -1,7 +1,7 @@
 """Rounds: who is in, what failed, who is replaced, when all go on: the coordinator's core.
 
-No I/O: messages come in with the time, messages for the agents go out. Policy (who is to blame, what
-is done) is asked, not made here. One ``Rounds`` serves one job.
+No I/O: messages come in with the time, messages for the agents go out. Policy (who is to blame,
+what is done) is asked, not made here. One ``Rounds`` serves one job.
 
     forming --all joined--> running --a failure--> aborting --cause and level known--> forming
     running --all returned, last save settled--> done
@@ -46,6 +46,7 @@ from keepstep.wire.messages import (
 )
 
 Emit = Callable[..., None]
+_TOO_EARLY = "exit code {} before the run was over"
 
 
 class Resumes(Protocol):
@@ -119,14 +120,27 @@ class Rounds:
         member = self.members.find(rank, join.inc)
         if member is None or self.state == "done" or member.state in ("absent", "gone"):
             return  # a process that is being ended may still have said so
-        if not self._adopted and self.state == "running":
-            self.state = "forming"  # it looked like a script without keepstep.run until now
-        self._adopted = True
         member.state, member.since, member.seqs = "joined", now, join.seqs
         self._emit(events.RankJoined(pid=member.pid), rank=rank, round=self._next_round)
-        if self._stop is not None and self.state == "forming":
-            self._stopped("before the round began")
+        if not self._adopted:
+            self._adopt(now)
         self.progress(now)
+
+    def _adopt(self, now: float) -> None:
+        """The script uses keepstep.run; until now it looked like one that does not."""
+        self._adopted = True
+        if self.state == "running":
+            self.state = "forming"
+        if self.state == "forming" and self._stop is not None:
+            self._stopped("before the round began")
+        if self.state == "forming":
+            for rank in self.members.those(
+                "gone"
+            ):  # ended well, as it seemed, but before it joined
+                early = policy.Report(
+                    rank=rank, t=now, kind="exit", error=_TOO_EARLY.format(0), fresh=True
+                )
+                self._failure(early, "starting", "", now)
 
     @property
     def _next_round(self) -> int:
@@ -223,7 +237,7 @@ class Rounds:
             code=down.code,
             step=down.step,
             fresh=was == "starting",
-            error=f"exit code {down.code} before the run was over" if kind == "exit" else "",
+            error=_TOO_EARLY.format(down.code) if kind == "exit" else "",
         )
         self._failure(report, was, "", now)
 
