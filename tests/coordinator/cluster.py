@@ -78,6 +78,7 @@ class Storage:
         self.checkpoints = checkpoints
         self.resumes: dict[int, int] = {}
         self.error: KeepstepError | None = None
+        self.full: OSError | None = None
 
     def pick(self, exclude: frozenset[str]) -> tuple[int, str]:
         """The newest checkpoint that is not left out."""
@@ -89,6 +90,8 @@ class Storage:
     def went_on(self, round: int, resume: int) -> None:
         """A round began."""
         assert round not in self.resumes
+        if self.full is not None:
+            raise self.full
         self.resumes[round] = resume
 
 

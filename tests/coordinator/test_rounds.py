@@ -522,6 +522,15 @@ def test_when_nothing_can_be_resumed_from_the_job_ends_and_says_why() -> None:
     assert "none of 1 checkpoints can be used" in job.end.reason
 
 
+def test_a_round_that_cannot_be_written_down_does_not_begin() -> None:
+    job = running(checkpoints=[(5, "old")])
+    job.storage.full = OSError(28, "No space left on device")
+    job.fail(0)
+    assert list(job.goes) == [1]
+    assert job.end and (job.end.exit_code, job.end.graceful) == (65, False)
+    assert "round 2 cannot begin: storage failed" in job.end.reason
+
+
 def test_storage_is_told_what_each_round_resumes_from_before_any_rank_goes() -> None:
     job = running(checkpoints=[(5, "old")])
     job.commit(job.stage(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -18,6 +19,7 @@ from keepstep import events
 from keepstep.checkpoint import catalog
 from keepstep.config import CheckpointSettings, Config
 from keepstep.config.load import encode
+from keepstep.coordinator.server import EventFile
 from keepstep.wire.channel import Channel, pair
 from keepstep.wire.messages import (
     FROM_COORDINATOR,
@@ -129,6 +131,29 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     yield made
     made.channel.close()
     made.process.communicate(timeout=LIMIT_S)
+
+
+class FullDisk:
+    """Stands for a path whose file takes nothing at first, then a few bytes at a time."""
+
+    def __init__(self) -> None:
+        self.parent = self
+        self.data = b""
+        self.refusals = 2
+
+    def mkdir(self, **_: bool) -> None:
+        return
+
+    @contextlib.contextmanager
+    def open(self, *_: Any, **__: Any) -> Iterator[FullDisk]:
+        yield self
+
+    def write(self, data: bytearray) -> int:
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(28, "No space left on device")
+        self.data += data[:3]
+        return len(data[:3])
 
 
 def version(step: int, round: int = 1, term: int = 1) -> Version:
@@ -296,3 +321,12 @@ def test_what_it_did_is_in_its_own_event_file(tmp_path: Path) -> None:
     (path,) = (tmp_path / "events").iterdir()
     assert path.name.startswith("coordinator-0-")
     assert path.name.endswith(f"-{agent.process.pid}.jsonl")
+
+
+def test_events_that_a_full_disk_refuses_are_written_once_there_is_room() -> None:
+    disk = FullDisk()
+    file = EventFile(cast(Path, disk))
+    for line in (b"one\n", b"two\n", b"three\n"):
+        file.put(line)
+    file.close()
+    assert disk.data == b"one\ntwo\nthree\n"

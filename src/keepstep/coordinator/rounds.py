@@ -400,11 +400,15 @@ class Rounds:
             return  # a save that needs no rank any more is about to commit: lose less
         try:
             self._resume, self._folder = self._lineage.pick(frozenset(self._unusable))
+            self._lineage.went_on(self._next_round, self._resume)
         except KeepstepError as error:
             self._end(error.exit_code, str(error), graceful=False)
             return
+        except OSError as error:
+            text = f"round {self._next_round} cannot begin: storage failed with {error}"
+            self._end(ExitCode.CHECKPOINT, text, graceful=False)
+            return
         self._open_round()
-        self._lineage.went_on(self.round, self._resume)
         self._saves.resume(self._resume, self.round)
         for rank, member in self.members:
             member.state, member.stepped, member.saving = "running", False, 0

@@ -6,6 +6,7 @@ and ends when its agent is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -67,9 +68,14 @@ class EventFile:
         self._thread.join(timeout=10.0)
 
     def _run(self) -> None:
+        waiting = bytearray()
         with self._path.open("ab", buffering=0) as file:
             while (line := self._lines.get()) is not None:
-                file.write(line)
+                waiting += line
+                # A full disk must not end a run: what it does not take is tried again next time.
+                with contextlib.suppress(OSError):
+                    while waiting:
+                        del waiting[: file.write(waiting)]
 
 
 class Coordinator:
