@@ -419,3 +419,10 @@ class Cluster:
 
     def notices(self, kind: str) -> list[str]:
         return [m.text for m in self.sent if isinstance(m, Notice) and m.kind == kind]
+
+
+def running(world: int = 2, settings: Config | None = None, **more: Any) -> Cluster:
+    """A job in its first round."""
+    job = Cluster(world, settings, **more).start()
+    assert job.running == 1
+    return job

@@ -1,0 +1,1 @@
+"""The coordinator: one process for a job, without torch. Membership, rounds, saves, the store."""

@@ -3,6 +3,43 @@
 from __future__ import annotations
 
 from keepstep import policy
+from keepstep.wire.messages import Failed, RankDown
+
+_TOO_EARLY = "exit code {} before the run was over"
+
+
+def failed_report(rank: int, failed: Failed) -> policy.Report:
+    """What a rank told of itself."""
+    return policy.Report(
+        rank=rank,
+        t=failed.t,
+        kind=failed.failure,
+        error=failed.error,
+        location=failed.location,
+        step=failed.step,
+        fresh=failed.fresh,
+        fatal=failed.fatal,
+        seqs=failed.seqs,
+    )
+
+
+def ended_report(down: RankDown, *, fresh: bool) -> policy.Report:
+    """A process that ended by itself; ``fresh``: before it joined."""
+    kind = "oom" if down.oom else ("killed" if down.code < 0 else "exit")
+    return policy.Report(
+        rank=down.rank,
+        t=down.t,
+        kind=kind,
+        code=down.code,
+        step=down.step,
+        fresh=fresh,
+        error=_TOO_EARLY.format(down.code) if kind == "exit" else "",
+    )
+
+
+def early_report(rank: int, now: float) -> policy.Report:
+    """A process that ended well, but before it joined as others do."""
+    return policy.Report(rank=rank, t=now, kind="exit", error=_TOO_EARLY.format(0), fresh=True)
 
 
 class Episode:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from keepstep import events, policy
 from keepstep.config import Config
-from keepstep.coordinator.episode import Episode
+from keepstep.coordinator.episode import Episode, early_report, ended_report, failed_report
 from keepstep.coordinator.members import Member, Members
 from keepstep.coordinator.saves import Saves
 from keepstep.coordinator.stopping import StopVote
@@ -46,7 +46,6 @@ from keepstep.wire.messages import (
 )
 
 Emit = Callable[..., None]
-_TOO_EARLY = "exit code {} before the run was over"
 
 
 class Resumes(Protocol):
@@ -137,10 +136,7 @@ class Rounds:
             for rank in self.members.those(
                 "gone"
             ):  # ended well, as it seemed, but before it joined
-                early = policy.Report(
-                    rank=rank, t=now, kind="exit", error=_TOO_EARLY.format(0), fresh=True
-                )
-                self._failure(early, "starting", "", now)
+                self._failure(early_report(rank, now), "starting", "", now)
 
     @property
     def _next_round(self) -> int:
@@ -191,18 +187,7 @@ class Rounds:
             self._refuse_checkpoint(failed.error)
         member.told = member.told or failed.failure == "exception"
         member.seqs = failed.seqs
-        report = policy.Report(
-            rank=rank,
-            t=failed.t,
-            kind=failed.failure,
-            error=failed.error,
-            location=failed.location,
-            step=failed.step,
-            fresh=failed.fresh,
-            fatal=failed.fatal,
-            seqs=failed.seqs,
-        )
-        self._failure(report, member.state, failed.stack, now)
+        self._failure(failed_report(rank, failed), member.state, failed.stack, now)
 
     def _refuse_checkpoint(self, error: str) -> None:
         if self._folder in self._unusable:
@@ -229,17 +214,7 @@ class Rounds:
             self._replace_gone()  # the cause is known already
             self.progress(now)
             return
-        kind = "oom" if down.oom else ("killed" if down.code < 0 else "exit")
-        report = policy.Report(
-            rank=down.rank,
-            t=down.t,
-            kind=kind,
-            code=down.code,
-            step=down.step,
-            fresh=was == "starting",
-            error=_TOO_EARLY.format(down.code) if kind == "exit" else "",
-        )
-        self._failure(report, was, "", now)
+        self._failure(ended_report(down, fresh=was == "starting"), was, "", now)
 
     def _ended_unadopted(self, down: RankDown) -> bool:
         """A rank of a script without keepstep.run ended in an orderly way."""
