@@ -103,8 +103,8 @@ class RestartCause(EventData):
 
     ``cause`` is one of exception, timeout, peer_lost, killed, oom, exit, hang, checkpoint, unknown.
     ``guilty`` is the rank (-1: nobody is blamed), ``step`` the step in which it failed (nobody is
-    blamed: the oldest step that a rank which reported was in), ``level`` kept, rerun, rank, respawn,
-    node or stop. ``consequences`` are ranks that failed because of it.
+    blamed: the oldest step that a rank which reported was in), ``level`` kept, rerun, rank,
+    respawn, node or stop. ``consequences`` are ranks that failed because of it.
     """
 
     cause: str
