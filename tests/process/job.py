@@ -117,7 +117,7 @@ class Job:
         options += ["--run-dir", str(self.run_dir)]
         self._command = ["run", *options, *flags, *target, *arguments]
         source = str(Path(keepstep.__file__).parents[1])
-        known = os.environ.get("PYTHONPATH", "")
+        known = {**os.environ, **(environ or {})}.get("PYTHONPATH", "")
         self._environ = {
             **os.environ,
             **(environ or {}),

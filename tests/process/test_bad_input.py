@@ -153,3 +153,29 @@ def test_bad_flags_are_told_before_anything_is_started_even_with_many_mistakes(
     assert "Traceback" not in job.err
     assert not job.run_dir.exists()
     assert sorted(os.listdir(tmp_path)) == ["err", "out", "script.py"]
+
+
+def test_a_module_to_preload_that_does_not_exist_is_refused_with_64(tmp_path: Path) -> None:
+    with Job(tmp_path, _FINE, flags=["--set", "rank.preload=no_such_module"]) as job:
+        assert job.wait() == 64
+    assert "preloading failed: No module named 'no_such_module'; set rank.preload" in job.ending
+    assert "Traceback" not in job.err
+    assert job.out == ""
+
+
+def test_an_interpreter_that_cannot_start_ranks_ends_the_job_with_70_instead_of_a_loop(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'keepstep.rank.bootstrap' in sys.orig_argv:\n"
+        "    sys.stderr.write('no such device\\n')\n"
+        "    os._exit(9)\n"
+    )
+    flags = ["--start-method", "spawn"]
+    with Job(tmp_path, _FINE, flags=flags, environ={"PYTHONPATH": str(tmp_path)}) as job:
+        assert job.wait() == 70
+    assert "parked processes end before they are used; see " in job.ending
+    assert str(job.run_dir / "logs" / "parked-*.stderr.log") in job.ending
+    said = [path.read_text() for path in (job.run_dir / "logs").glob("parked-*.stderr.log")]
+    assert set(said) == {"no such device\n"}

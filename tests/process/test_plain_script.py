@@ -230,3 +230,24 @@ def test_a_killed_rank_of_a_plain_script_replaces_all_processes_and_the_job_goes
         "00000-001",
         "00001-001",
     }
+
+
+def test_ranks_that_ended_well_are_started_again_with_the_others_after_a_failure(
+    tmp_path: Path,
+) -> None:
+    script = """
+    import os, sys, time
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("attempt", attempt, flush=True)
+    if os.environ["RANK"] == "1" and attempt == "0":
+        while not os.path.exists("rank-0-ended"):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        sys.exit(5)
+    if os.environ["RANK"] == "0":
+        open("rank-0-ended", "w").close()
+    """
+    with Job(tmp_path, script) as job:
+        assert job.wait() == 0
+    assert job.causes() == [("exit", 1, "respawn")]
+    assert [job.log(rank, 1) for rank in (0, 1)] == ["attempt 1\n", "attempt 1\n"]

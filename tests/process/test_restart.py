@@ -165,6 +165,28 @@ def test_an_exit_in_the_middle_replaces_that_rank(tmp_path: Path) -> None:
     assert "exit code 3" in str(job.data("restart.cause")[0]["line"])
 
 
+def test_spares_that_die_are_nobodys_fault_and_a_rank_can_be_replaced_after_them(
+    tmp_path: Path,
+) -> None:
+    arguments = [str(finish_file(tmp_path))]
+    with Job(tmp_path, LOOP, arguments=arguments) as job:
+        first = job.running()
+        known = {*first, job.process.pid}
+        known |= {job.helper(name) for name in ("coordinator", "rank.zygote", "checkpoint.writer")}
+        killed: set[int] = set()
+        for _ in range(4):
+            spares = job.until(lambda: set(job.pids()) - known - killed, "there is a spare")
+            for pid in spares:
+                os.kill(pid, signal.SIGKILL)
+            killed.update(spares)
+        job.until(lambda: not set(job.pids()) & killed, "the spares are gone")
+        os.kill(first[0], signal.SIGKILL)
+        second = job.running(2)
+        _finish(job)
+    assert second[1] == first[1]
+    assert job.causes() == [("killed", 0, "rank")]
+
+
 def test_two_ranks_killed_at_once_are_both_replaced_in_one_restart(tmp_path: Path) -> None:
     arguments = [str(finish_file(tmp_path))]
     with Job(tmp_path, LOOP, nproc=3, arguments=arguments) as job:

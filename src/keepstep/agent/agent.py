@@ -208,7 +208,8 @@ class Agent:
         for finding in self._health.take():
             self.found(finding)
         if self._roster.hopeless:
-            text = "parked processes end before they are used; see zygote.log"
+            logs = self._spec.log_dir / "parked-*.stderr.log"
+            text = f"parked processes end before they are used; see {logs}"
             self._finish(JobEnd(exit_code=ExitCode.INTERNAL, reason=text, graceful=False))
         self._stop_on_notice(ranks, now)
         if self._end is not None and now >= self._end_at:

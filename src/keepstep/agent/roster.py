@@ -126,13 +126,9 @@ class Roster:
         self._follow(process)
         if round not in self._ports:
             self._ports[round] = spec.master_port or environment.free_port(spec.master_addr)
-        self._files.add(
-            process.board, f"rank-{rank:05d}-{int(SYSTEM.wall())}-{process.pid}.jsonl"
-        )
+        self._files.add(process.board, f"rank-{rank:05d}-{int(SYSTEM.wall())}-{process.pid}.jsonl")
         method = spec.config.rank.start_method
-        started = events.RankStart(
-            pid=process.pid, incarnation=inc, method=method, spare=inc > 0
-        )
+        started = events.RankStart(pid=process.pid, incarnation=inc, method=method, spare=inc > 0)
         self._recorder.emit(started, rank=rank, round=round)
         process.channel.send(self._start_message(rank, inc, round))
         self._children.coordinator.send(RankUp(rank=rank, inc=inc, pid=process.pid))
@@ -183,6 +179,7 @@ class Roster:
         process = self.find(rank, inc)
         if process is not None:
             self.kill(process)
+        self._parked_deaths = 0
         self.waiting.append((rank, inc + 1, round))
         self.spawn()  # a parked process takes the number now; this one becomes the next spare
         self.assign()
@@ -232,8 +229,11 @@ class Roster:
 
     @property
     def hopeless(self) -> bool:
-        """Whether parked processes keep dying before they are used."""
-        return self._parked_deaths > _PARKED_DEATHS
+        """Whether parked processes keep dying while a rank waits for one.
+
+        Without need, spares that die are only no longer made, until a rank has to be replaced.
+        """
+        return self._parked_deaths > _PARKED_DEATHS and bool(self.waiting)
 
     def _rank_gone(self, process: RankProcess, code: int, now: float) -> None:
         killed = bool(cgroup.collect(self._spec.run_id, process.pid))
