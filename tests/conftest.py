@@ -40,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0] if item.path.is_relative_to(_TESTS) else ""
-        item.add_marker(folder if folder in _LEVELS else "unit")
+        if not any(item.get_closest_marker(level) for level in _LEVELS):
+            item.add_marker(folder if folder in _LEVELS else "unit")
         wanted = {name for mark in item.iter_markers("needs") for name in mark.args}
         if wanted & PRIVILEGED:
             item.add_marker("root")

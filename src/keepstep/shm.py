@@ -4,7 +4,7 @@ The memory is an anonymous file (memfd) made by the agent and passed by descript
 to leak, ends with its last holder, and survives the SIGKILL of the rank. The rank only stores and
 never waits; the agent only reads, except for the ring's tail.
 
-Layout (little-endian 8-byte words): see ``_Word``; the ring starts at ``RING_AT``. Each word has one
+Layout (native 8-byte words): see ``_Word``; the ring starts at ``RING_AT``. Each word has one
 writer. A word is stored in one aligned 8-byte write, so a reader sees the old or the new value.
 """
 
@@ -19,8 +19,6 @@ import threading
 RING_AT = 4096
 RING_BYTES = 1 << 20
 SIZE = RING_AT + RING_BYTES
-_INT = struct.Struct("<q")
-_FLOAT = struct.Struct("<d")
 _LINE = struct.Struct("<I")
 
 
@@ -71,23 +69,30 @@ class Board:
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SIZE)
+        # Typed views store and load a word at once. (struct.pack_into zeroes the place first, so a
+        # reader in another process can see a time of 0: a rank that was idle since boot.)
+        self._whole = memoryview(self._map)
+        self._ints = self._whole[:RING_AT].cast("q")
+        self._floats = self._whole[:RING_AT].cast("d")
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Unmap."""
+        for view in (self._ints, self._floats, self._whole):
+            view.release()
         self._map.close()
 
     def _get_int(self, word: int) -> int:
-        return int(_INT.unpack_from(self._map, word * 8)[0])
+        return self._ints[word]
 
     def _put_int(self, word: int, value: int) -> None:
-        _INT.pack_into(self._map, word * 8, value)
+        self._ints[word] = value
 
     def _get_float(self, word: int) -> float:
-        return float(_FLOAT.unpack_from(self._map, word * 8)[0])
+        return self._floats[word]
 
     def _put_float(self, word: int, value: float) -> None:
-        _FLOAT.pack_into(self._map, word * 8, value)
+        self._floats[word] = value
 
     # --- written by the rank ------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class RestartSettings:
     """Restarts in a row without a newly committed checkpoint or a new highest step."""
     settle_s: float = 1.0
     """How long to wait for the cause when the first evidence is only a lost peer."""
-    abort_limit_s: float = 10.0
+    abort_limit_s: float = 3.0
     """A rank that has not left its step so long after the abort is ended and replaced."""
     save_wait_s: float = 5.0
     """How long a restart waits for a save that every rank has staged and that is about to commit."""

@@ -2,16 +2,27 @@
 
 gloo has no abort: ``abort()`` and ``shutdown()`` return and free nobody. What frees a rank that is
 blocked in a gloo collective within milliseconds is to shut down the group's own sockets, so the
-sockets that appear while a group is made are remembered (by descriptor and inode). On NCCL the
-backend's own ``abort`` is used.
+sockets that appear while a group is made are remembered (by descriptor and inode).
+
+Only the reading side is shut down, after what is being sent has left, and the connections stay open
+until every rank is out: gloo tells waiting receives about a closed connection, but forgets a send that
+is partly written or that finds the connection gone (``Pair::signalException`` passes over
+``Op::ubuf``, and a buffer taken off the pending sends is in no list while it is written; gloo of
+torch 2.13). A rank left waiting for such a send, because its peer was killed in the middle of a
+transfer, is ended and replaced after ``restart.abort_limit_s``. On NCCL the backend's own ``abort``
+is used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import os
 import socket
 import stat
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +32,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from keepstep.clock import SYSTEM
 from keepstep.rank import torch_private
+
+_QUIESCE_S = 0.2
 
 
 def _sockets() -> dict[int, int]:
@@ -37,20 +51,41 @@ def _sockets() -> dict[int, int]:
     return found
 
 
-def _shut(fd: int, inode: int) -> bool:
-    """Shut down ``fd`` if it still is the connected TCP socket with ``inode``."""
+def _connected(fd: int, inode: int) -> socket.socket | None:
+    """A duplicate of ``fd`` if it still is the connected TCP socket with ``inode``."""
     try:
         if os.fstat(fd).st_ino != inode:
-            return False
-        with socket.socket(fileno=os.dup(fd)) as sock:
-            if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                return False
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False
-            sock.shutdown(socket.SHUT_RDWR)
+            return None
+        sock = socket.socket(fileno=os.dup(fd))
     except OSError:
-        return False
-    return True
+        return None
+    try:
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and not sock.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            return sock
+    except OSError:
+        pass
+    sock.close()
+    return None
+
+
+def _unsent(sock: socket.socket) -> int:
+    """Bytes that the kernel has not been able to deliver yet."""
+    try:
+        answer = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(answer, sys.byteorder)
+
+
+def _quiesce(sockets: list[socket.socket], limit_s: float) -> None:
+    """Wait until nothing is on its way any more; two looks, so that gloo can hand over the rest."""
+    deadline = SYSTEM.mono() + limit_s
+    quiet = 0
+    while quiet < 2 and SYSTEM.mono() < deadline:
+        quiet = 0 if any(_unsent(sock) for sock in sockets) else quiet + 1
+        SYSTEM.sleep(0.001)
 
 
 class GroupSet:
@@ -67,6 +102,7 @@ class GroupSet:
         self._aborted = False
         self._uninstall = lambda: None
         self._keep: list[object] = []
+        self._held: list[socket.socket] = []
 
     def install(self) -> None:
         """Watch every group that is made from now on, by whatever call."""
@@ -99,6 +135,7 @@ class GroupSet:
         self, *, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float
     ) -> None:
         """Initialise the default process group."""
+        self.release()  # every rank has left the round before
         self._keep = [store]
         dist.init_process_group(
             backend,
@@ -119,21 +156,36 @@ class GroupSet:
             if self._before is not None:
                 self._add_new(self._before)
             tracked = dict(self._tracked)
-        count = sum(_shut(fd, inode) for fd, inode in tracked.items())
+        found = [_connected(fd, inode) for fd, inode in tracked.items()]
+        sockets = [sock for sock in found if sock is not None]
+        _quiesce(sockets, _QUIESCE_S)
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RD)
+        with self._lock:
+            self._held += sockets
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             for _, group in torch_private.groups():
                 _abort_nccl(group)
-        return count
+        return len(sockets)
 
     def destroy(self) -> None:
         """Take all groups down; the main thread, after the attempt has unwound."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        torch_private.forget_group_names()
         self._keep = []
         gc.collect()
         with self._lock:
             self._tracked.clear()
             self._aborted = False
+
+    def release(self) -> None:
+        """Close the connections of an aborted round; only when every rank has left it."""
+        with self._lock:
+            held, self._held = self._held, []
+        for sock in held:
+            sock.close()
 
     def sequence_numbers(self) -> dict[str, int]:
         """Collectives entered so far, by group."""

@@ -45,6 +45,17 @@ def wrap_group_creation(around: Callable[[], AbstractContextManager[None]]) -> C
     return lambda: setattr(c10d, _HELPER, original)
 
 
+def forget_group_names() -> None:
+    """Let the next default group have the first name again, after one that was never completed.
+
+    ``destroy_process_group`` does this, but only if the default group exists; ranks whose counters
+    differ never find each other's addresses in the store.
+    """
+    world = getattr(c10d, "_world", None)
+    if world is not None and not c10d.is_initialized():
+        world.group_count = 0
+
+
 def groups() -> Iterator[tuple[str, Any]]:
     """Name and object of every process group of this process."""
     world = getattr(c10d, "_world", None)
