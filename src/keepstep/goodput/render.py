@@ -29,7 +29,7 @@ def closing_table(report: Report) -> RenderableType:
     return Group(
         _faults_table(report.faults),
         Text(),
-        _split_table(report),
+        split_table(report),
         Text(),
         _checkpoints_line(report.checkpoints),
     )
@@ -59,7 +59,7 @@ def duration(seconds: float) -> str:
 def _faults_table(faults: list[Fault]) -> RenderableType:
     if not faults:
         return Text("No faults.")
-    table = _plain_table("Faults", show_header=True)
+    table = plain_table("Faults", show_header=True)
     for name in ("fault", "rank", "step", "found as", "level"):
         table.add_column(name, justify="right" if name in ("rank", "step") else "left")
     for name in ("detect\n[s]", "recover\n[s]", "steps\nlost"):
@@ -71,8 +71,8 @@ def _faults_table(faults: list[Fault]) -> RenderableType:
     return Group(table, Text("* not injected")) if mixed else table
 
 
-def _plain_table(title: str, *, show_header: bool) -> Table:
-    """No lines, so that nothing breaks where a terminal or a log cannot show them."""
+def plain_table(title: str, *, show_header: bool) -> Table:
+    """A table without lines, so that nothing breaks where a terminal or a log cannot show them."""
     return Table(
         title=Text(title, style="bold"),
         title_justify="left",
@@ -107,10 +107,11 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _split_table(report: Report) -> RenderableType:
+def split_table(report: Report) -> RenderableType:
+    """Seconds and share of the wall time by category."""
     wall = report.wall_s
     title = f"Goodput {report.goodput:.1%} of {duration(wall)}"
-    table = _plain_table(title, show_header=False)
+    table = plain_table(title, show_header=False)
     table.add_column(min_width=max(map(len, _NAMES.values())))
     table.add_column(justify="right")
     table.add_column(justify="right")
