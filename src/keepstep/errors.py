@@ -59,8 +59,8 @@ class KeepstepError(Exception):
 
     def __str__(self) -> str:
         head = f"{self.what} ({self.where})" if self.where else self.what
-        parts = [head, self.done, self.advice]
-        return ". ".join(part.rstrip(".") for part in parts if part) + "."
+        parts = [part.rstrip(".") for part in (head, self.done, self.advice) if part]
+        return ". ".join([parts[0], *(part[:1].upper() + part[1:] for part in parts[1:])]) + "."
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.where, self.done, self.advice))

@@ -177,11 +177,12 @@ class Cluster:
             self.join(rank)
         self.pump()
 
-    def join(self, rank: int, inc: int | None = None) -> None:
+    def join(self, rank: int, inc: int | None = None, step: int = 0) -> None:
         process = self.processes[rank]
         if inc is None:
             process.state, process.left = "joined", process.round
-        body = Join(inc=process.inc if inc is None else inc, after_round=process.round)
+        number = process.inc if inc is None else inc
+        body = Join(inc=number, after_round=process.round, step=step)
         self.rounds.join(rank, body, self.now)
         self.pump()
 

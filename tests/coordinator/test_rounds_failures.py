@@ -216,6 +216,15 @@ def test_a_lost_peer_without_a_cause_is_nobody_s_fault_after_a_while() -> None:
     assert job.running == 2
 
 
+def test_with_nobody_to_blame_the_step_is_that_of_the_rank_that_was_furthest_behind() -> None:
+    job = running(3)
+    job.stuck = {0, 1, 2}
+    job.fail(0, "peer_lost", "RuntimeError: Connection closed by peer", step=8)
+    for rank, step in ((0, 8), (1, 7), (2, 8)):
+        job.join(rank, step=step)
+    assert (job.cause.cause, job.cause.step) == ("unknown", 7)
+
+
 def test_a_rank_that_fails_after_the_decision_only_follows() -> None:
     job = running(3)
     job.stuck = {2}

@@ -207,14 +207,16 @@ def test_a_handler_may_close_its_own_peer(loop: Loop, connect: Connect) -> None:
     assert peers[0].lost == 0
 
 
-def test_a_handler_that_finds_its_peer_gone_loses_it(loop: Loop, connect: Connect) -> None:
+def test_a_handler_that_finds_another_peer_gone_does_not_lose_its_own(
+    loop: Loop, connect: Connect
+) -> None:
     def handle(_message: Any) -> None:
         raise Closed("gone")
 
     peer = connect(handle)
     peer.other.send(Hello(pid=1))
     turns(loop)
-    assert peer.lost == 1
+    assert peer.lost == 0
 
 
 def test_bytes_that_are_no_message_are_an_error_of_the_loop(loop: Loop) -> None:

@@ -63,6 +63,8 @@ from keepstep.wire.messages import (
 
 _TICK_S = 0.05
 _LEAVE_S = 30.0
+_WRITERS_IN_VAIN = 3
+"""Writers in a row that may end without having written a shard."""
 
 
 class Agent:
@@ -103,6 +105,7 @@ class Agent:
         self._notice_at = 0.0
         self._signal = ""
         self._hurry = False
+        self._writers_in_vain = 0
         self.failed_later: list[int] = []
         """Ranks that ended with an unexpected exit code after the job was over."""
 
@@ -115,7 +118,7 @@ class Agent:
         children.coordinator.send(AgentHello(node=0, local_world=spec.nproc))
         self._serve("coordinator", children.coordinator, self._from_coordinator)
         self._serve("zygote", children.zygote, self._from_zygote)
-        self._serve("writer", children.writer, self._from_writer)
+        self._loop.add(children.writer, self._from_writer, self._lost_writer)
         self._roster.begin()
         try:
             while self._end is None or self._roster.living:
@@ -141,6 +144,23 @@ class Agent:
         if name == "zygote":  # its ranks died with it
             for process in self._roster.living:
                 self._roster.gone(process, -signal.SIGKILL, SYSTEM.mono())
+
+    def _lost_writer(self) -> None:
+        """Start another one: the staged shards are still in our memory."""
+        self._writers_in_vain += 1
+        if self._end is not None or self._writers_in_vain > _WRITERS_IN_VAIN:
+            self._lost("writer")
+            return
+        try:
+            how = self._children.replace_writer()
+            count = self._slots.write_again(self._children.writer)
+        except (OSError, Closed):
+            self._lost("writer")
+            return
+        self._loop.add(self._children.writer, self._from_writer, self._lost_writer)
+        self._console.say(
+            f"the writer process {how}; another one takes over, with {count} unfinished shards"
+        )
 
     def notice(self, number: int) -> None:
         """Signal handler: the run is asked to stop; a second signal ends it at once."""
@@ -283,6 +303,7 @@ class Agent:
                 rank=message.rank, version=version, folder="", bytes=0, error=message.error
             )
         elif isinstance(message, ShardWritten):
+            self._writers_in_vain = 0
             done = ShardDone(
                 rank=message.rank, version=version, folder=message.folder, bytes=message.bytes
             )

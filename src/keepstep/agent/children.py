@@ -66,10 +66,28 @@ class Children:
             logs / "zygote.log",
         )
         self.zygote: Channel[FROM_ZYGOTE] = Channel(sock, FROM_ZYGOTE, blocking=False)
-        sock, self.writer_process = _start(
-            "keepstep.checkpoint.writer_process", [], environ, logs / "writer.log"
-        )
-        self.writer: Channel[FROM_WRITER] = Channel(sock, FROM_WRITER, blocking=False)
+        self._environ, self._logs = environ, logs
+        self.writer, self.writer_process = self._new_writer()
+
+    def _new_writer(self) -> tuple[Channel[FROM_WRITER], subprocess.Popen[bytes]]:
+        module, log = "keepstep.checkpoint.writer_process", self._logs / "writer.log"
+        sock, process = _start(module, [], self._environ, log)
+        return Channel(sock, FROM_WRITER, blocking=False), process
+
+    def replace_writer(self) -> str:
+        """Start another writer in place of the one whose channel has ended.
+
+        Returns:
+            How the old one ended.
+
+        Raises:
+            OSError: no process could be started.
+        """
+        self.writer.close()
+        self.writer_process.kill()  # it may have closed its channel only
+        status = self.writer_process.wait()
+        self.writer, self.writer_process = self._new_writer()
+        return f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
 
     def close(self, limit_s: float) -> None:
         """End them by closing their channels; kill who takes longer than ``limit_s`` seconds."""

@@ -68,6 +68,8 @@ class HangWatch:
             self._learn(process, seen)
             if seen.phase in _UNWATCHED or not process.board.last_beat:
                 continue  # a program without Python never beats: its silence means nothing
+            if seen.phase == Phase.SCRIPT and not process.adopted:
+                continue  # a script that has no steps: nothing says how long it may take
             idle = self._watch.idle(seen.progress, now)
             limits = self._limits(seen, process)
             if idle > limits.suspect_s and seen.suspect_for != seen.progress:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from keepstep import __version__, events
@@ -37,7 +39,6 @@ def launch(spec: Launch) -> int:
         findings = run_all(checks)
         refuse_bad_start(findings)
         agent = Agent(spec, console, checks)
-        _handle_signals(spec, agent)
         agent.recorder.emit(
             events.RunBegin(
                 argv=spec.argv,
@@ -49,7 +50,8 @@ def launch(spec: Launch) -> int:
         for finding in findings:
             agent.found(finding)
         console.say(f"run {spec.run_id}: {spec.nproc} ranks, run folder {spec.run_dir}")
-        end = agent.run()
+        with _signals_noticed(spec, agent):
+            end = agent.run()
         code, reason = int(end.exit_code), end.reason
         if not code and agent.failed_later:
             code = int(ExitCode.NEGATIVE)
@@ -81,6 +83,15 @@ def _check_faults(spec: Launch) -> None:
     triggers.check_means(FaultPlan.parse(spec.config.faults.inject, world=spec.nproc).faults)
 
 
-def _handle_signals(spec: Launch, agent: Agent) -> None:
-    for name in spec.notice_signals:
-        signal.signal(signal.Signals[name], lambda number, _: agent.notice(number))
+@contextmanager
+def _signals_noticed(spec: Launch, agent: Agent) -> Iterator[None]:
+    """The signals that mean "stop" go to the agent."""
+    before = {
+        name: signal.signal(signal.Signals[name], lambda number, _: agent.notice(number))
+        for name in spec.notice_signals
+    }
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)

@@ -5,10 +5,11 @@ A slot outlives the rank that filled it, so a staged shard is written even after
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
-from keepstep.wire.channel import Channel
+from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.messages import (
     FROM_WRITER,
     ShardFailed,
@@ -45,7 +46,8 @@ class Slots:
     def __init__(self, root: str) -> None:
         self._root = root
         self._slots: dict[int, _Slot] = {}
-        self._tickets: dict[int, tuple[int, int]] = {}
+        self._tickets: dict[int, tuple[int, WriteShard]] = {}
+        """By ticket the slot, and what the writer was asked for."""
         self._next = 0
 
     def grant(self, owner: int, size: int, count: int) -> list[tuple[SlotGrant, int]]:
@@ -70,7 +72,6 @@ class Slots:
         if slot is None:
             return False
         self._next += 1
-        self._tickets[self._next] = (staged.slot, rank)
         slot.writes += 1
         message = WriteShard(
             ticket=self._next,
@@ -79,15 +80,28 @@ class Slots:
             version=staged.version,
             root=self._root,
         )
-        writer.send(message, (slot.fd,))
+        self._tickets[self._next] = (staged.slot, message)
+        with contextlib.suppress(Closed):  # its successor gets all that is unfinished
+            writer.send(message, (slot.fd,))
         return True
+
+    def write_again(self, writer: Channel[FROM_WRITER]) -> int:
+        """Hand everything unfinished to a new writer; what is on storage already is not redone.
+
+        Returns:
+            How many shards that is.
+        """
+        for number, message in self._tickets.values():
+            writer.send(message, (self._slots[number].fd,))
+        return len(self._tickets)
 
     def written(self, result: ShardWritten | ShardFailed) -> Freed | None:
         """The writer is done with a slot."""
-        number, _ = self._tickets.pop(result.ticket, (0, 0))
-        slot = self._slots.get(number)
-        if slot is None:
+        asked = self._tickets.pop(result.ticket, None)
+        if asked is None:
             return None
+        number = asked[0]
+        slot = self._slots[number]
         slot.writes -= 1
         if slot.orphan:
             self._drop(number)

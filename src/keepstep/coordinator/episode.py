@@ -73,8 +73,3 @@ class Episode:
     def stack(self, guilty: int) -> str:
         """Where the guilty rank stood."""
         return self._stacks.get(guilty, "")
-
-    @property
-    def oldest_step(self) -> int:
-        """The step that the world was in: a step is over only when every rank has completed it."""
-        return min(report.step for report in self.reports)

@@ -8,13 +8,15 @@ step; otherwise it belongs to an abandoned line of training.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from keepstep.checkpoint import catalog
-from keepstep.errors import CheckpointMismatch, CheckpointNotFound
+from keepstep.checkpoint import catalog, layout
+from keepstep.checkpoint.writer import owner
+from keepstep.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound
 from keepstep.wire.types import Version
 
 
@@ -31,11 +33,21 @@ class Lineage:
 
     Args:
         run_dir: Run folder. run: Its id. root: Folder of the checkpoints.
+        on_damaged: Told once of each published checkpoint that is passed over because its files
+            are not what was committed: folder, step, error.
     """
 
-    def __init__(self, run_dir: Path, run: str, root: Path) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        run: str,
+        root: Path,
+        on_damaged: Callable[[str, int, str], None] = lambda folder, step, error: None,
+    ) -> None:
         self._run = run
         self._root = root
+        self._on_damaged = on_damaged
+        self._told: set[str] = set()
         self._resumes: list[tuple[int, int, int]] = []
         folder = run_dir / "terms"
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,19 +96,32 @@ class Lineage:
                 done="nothing was loaded and nothing was changed",
                 advice="set checkpoint.dir to a folder of this run's own",
             )
+        published = catalog.published(self._root)
+        hidden = set(published) - {info.folder for info in infos}
         for info in infos:
             if info.folder not in exclude and not self.abandoned(info.version):
+                self._tell_damaged(hidden, info.step)
                 return info.step, info.folder
-        damaged = set(catalog.published(self._root)) - {
-            info.folder for info in infos if self.abandoned(info.version)
-        }
-        if damaged:
+        self._tell_damaged(hidden, 0)
+        if set(published) - {info.folder for info in infos if self.abandoned(info.version)}:
             raise CheckpointNotFound(
-                f"none of {len(damaged)} checkpoints in {self._root} can be used",
+                f"none of {len(published)} checkpoints in {self._root} can be used",
                 done="nothing was deleted",
                 advice="run keepstep checkpoint verify; to start again from step 0, move them away",
             )
         return 0, ""
+
+    def _tell_damaged(self, hidden: set[str], step: int) -> None:
+        """Tell of folders newer than ``step`` that have a manifest and are not offered."""
+        for folder in sorted(hidden - self._told, reverse=True):
+            name, version = layout.parse_folder(folder), owner(self._root / folder)
+            if name is None or name.step <= step or (version and self.abandoned(version)):
+                continue
+            try:
+                catalog.load(self._root, folder)
+            except (CheckpointCorrupt, OSError) as error:
+                self._told.add(folder)
+                self._on_damaged(folder, name.step, str(error))
 
     def close(self) -> None:
         """Close the term's file."""

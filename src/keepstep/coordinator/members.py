@@ -13,7 +13,8 @@ class Member:
     ``state``: absent (needs a process), starting, joined (ready for the next round), running (in
     a round, or still leaving an aborted one), returned (its ``main`` did), gone (process ended).
     ``since`` is when the state began. ``told``: this process has reported an exception of its own
-    in this round. ``seqs`` are its collective sequence numbers at the last abort.
+    in this round. ``seqs`` and ``step`` are its collective sequence numbers and its step
+    at the last abort.
     """
 
     inc: int = -1
@@ -24,6 +25,7 @@ class Member:
     told: bool = False
     saving: int = 0
     seqs: dict[str, int] | None = None
+    step: int | None = None
 
 
 class Members:

@@ -120,6 +120,7 @@ class Rounds:
         if member is None or self.state == "done" or member.state in ("absent", "gone"):
             return  # a process that is being ended may still have said so
         member.state, member.since, member.seqs = "joined", now, join.seqs
+        member.step = join.step if join.after_round == self.round else None
         self._emit(events.RankJoined(pid=member.pid), rank=rank, round=self._next_round)
         if not self._adopted:
             self._adopt(now)
@@ -315,7 +316,7 @@ class Rounds:
         cause = events.RestartCause(
             cause=found.cause,
             guilty=found.guilty,
-            step=found.step if found.cause in policy.DEFINITE else episode.oldest_step,
+            step=found.step if found.cause in policy.DEFINITE else self._oldest_step(episode),
             level=decision.level,
             reason=decision.reason,
             line=found.line,
@@ -332,6 +333,11 @@ class Rounds:
         for rank in doomed:
             self._replace(rank, found.line)
         self._replace_gone()
+
+    def _oldest_step(self, episode: Episode) -> int:
+        """The step that the world was in: a step is over only when every rank has completed it."""
+        joined = [m.step for _, m in self.members if m.state == "joined" and m.step is not None]
+        return min([*joined, *(report.step for report in episode.reports)])
 
     def _replace(self, rank: int, reason: str) -> None:
         member = self.members[rank]

@@ -54,6 +54,8 @@ class Saves:
         self._limit_s = limit_s
         self._open: dict[Version, _Save] = {}
         self._closed_above: tuple[int, int] = (0, 0)
+        self._failed: dict[Version, tuple[str, set[int]]] = {}
+        """Failed saves that are still to be staged by some ranks: the error, and those ranks."""
         self.committed = 0
         """Newest step that is committed."""
         self.failed_in_a_row = 0
@@ -68,11 +70,19 @@ class Saves:
         closed_round, resume = self._closed_above
         return version.round < closed_round and version.step > resume
 
-    def staged(self, rank: int, version: Version, now: float) -> None:
-        """A rank has copied its shard."""
+    def staged(self, rank: int, version: Version, now: float) -> str:
+        """A rank has copied its shard; returns why the save failed before, if it did."""
+        error, missing = self._failed.get(version, ("", set()))
+        if rank in missing:
+            # Its part of a save that is over: it must neither open it again nor count as another.
+            missing.remove(rank)
+            if not missing:
+                del self._failed[version]
+            return error
         save = self._save(version, now)
         if save is not None:
             save.staged.add(rank)
+        return ""
 
     def durable(
         self, rank: int, version: Version, folder: str, size: int, now: float
@@ -95,8 +105,12 @@ class Saves:
 
     def failed(self, version: Version, error: str) -> Settled | None:
         """A shard could not be written, or the manifest was refused."""
-        if self._open.pop(version, None) is None:
+        save = self._open.pop(version, None)
+        if save is None:
             return None
+        missing = set(range(self._world)) - save.staged - save.durable
+        if missing:
+            self._failed[version] = (error, missing)
         self.failed_in_a_row += 1
         return Settled(version.step, error)
 
@@ -128,6 +142,7 @@ class Saves:
         """Round ``round`` resumes from ``step``: drop newer versions; returns their steps."""
         self._closed_above = (round, step)
         self.committed = step
+        self._failed.clear()
         dropped = [version for version in self._open if version.step > step]
         for version in dropped:
             del self._open[version]

@@ -99,7 +99,7 @@ class Coordinator:
         recorder = events.Recorder(self._file.put, run=run, src="coordinator", world=world)
         self._recorder = recorder
         self._saves = Saves(world, config.checkpoint.write_limit_s)
-        self._lineage = Lineage(run_dir, run, self._root)
+        self._lineage = Lineage(run_dir, run, self._root, self._damaged)
         self._rounds = Rounds(world, config, self._saves, self._emit, self._lineage)
         self._store = KeyValue()
         self._store_round = 0
@@ -178,7 +178,11 @@ class Coordinator:
             case Stalled():
                 rounds.stalled(message, now)
             case SaveBegun(rank=rank, version=version):
-                self._saves.staged(rank, version, now)
+                error = self._saves.staged(rank, version, now)
+                if error:
+                    inc = self._rounds.incarnations()[rank]
+                    result = SaveResult(step=version.step, error=error)
+                    self._channel.send(ToRank(rank=rank, inc=inc, body=result))
             case ShardDone():
                 self._shard_done(message, now)
             case StopRequest():
@@ -199,6 +203,12 @@ class Coordinator:
                 self._rounds.stop_ack(rank, body, now)  # type: ignore[arg-type]
 
     # --- saves -----------------------------------------------------------------------------------
+
+    def _damaged(self, folder: str, step: int, error: str) -> None:
+        """A published checkpoint was passed over before any rank tried to load it."""
+        self._emit(events.CheckpointUnusable(folder=folder, error=error), step=step)
+        text = f"checkpoint {folder} is not usable: {error}"
+        self._channel.send(Notice(kind="fail", text=text, step=step))
 
     def _shard_done(self, done: ShardDone, now: float) -> None:
         if done.error:

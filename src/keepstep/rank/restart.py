@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 from keepstep.clock import SYSTEM
@@ -87,7 +88,12 @@ class NativeRestarter:
             while True:
                 runtime.enter(Phase.WAIT)
                 self._control.send(
-                    Join(inc=runtime.start.inc, after_round=after, seqs=self._seqs)
+                    Join(
+                        inc=runtime.start.inc,
+                        after_round=after,
+                        step=runtime.step,
+                        seqs=self._seqs,
+                    )
                 )
                 go = self._control.wait_go(after)
                 after = go.round
@@ -187,7 +193,9 @@ class NativeRestarter:
                     seqs=self._seqs,
                 )
             )
-            if about.failure != "peer_lost":  # a consequence: the guilty rank shows its own
+            # A lost peer is a consequence: the guilty rank shows its own. What is wrong with a
+            # checkpoint is not in the script's code; the coordinator tells it.
+            if about.failure not in ("peer_lost", "checkpoint", "mismatch", "save"):
                 sys.stderr.write(about.stack)
         runtime.enter(Phase.WAIT)
         _drop(error)
@@ -215,9 +223,21 @@ class NativeRestarter:
             if self._interruptible and main is not None:
                 signal.pthread_kill(main, _LEAVE_SIGNAL)
 
-    def _leave(self, *_: object) -> None:
-        if self._interruptible and self._control.aborting_round >= self._round > 0:
-            raise RestartSignal
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        if not self._interruptible or not self._control.aborting_round >= self._round > 0:
+            return
+        if _importing(frame, NativeRestarter._once.__code__):
+            return  # half a module would stay behind for good; the next signal comes soon
+        raise RestartSignal
+
+
+def _importing(frame: FrameType | None, outermost: CodeType) -> bool:
+    """Whether an import is in progress in ``frame`` or its callers below ``outermost``."""
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _drop(error: BaseException | None) -> None:

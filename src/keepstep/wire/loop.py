@@ -72,12 +72,10 @@ class Loop:
             # What the peer sent before it went can still be read; reading says when it ends.
             with contextlib.suppress(Closed):
                 channel.flush()
-        try:
-            alive = not mask & selectors.EVENT_READ or channel.read()
-            for message in channel.messages():
+        alive = not mask & selectors.EVENT_READ or channel.read()
+        for message in channel.messages():
+            with contextlib.suppress(Closed):  # of another channel, which tells of its own end
                 served.handler(message)
-        except Closed:
-            alive = False
         if not alive:
             self.remove(channel)
             served.lost()

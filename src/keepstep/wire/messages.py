@@ -155,11 +155,13 @@ class Hello(Message):
 class Join(Message):
     """The rank has left the old round and is ready for the next one.
 
-    ``seqs`` are the collective sequence numbers at the abort, by group.
+    ``seqs`` are the collective sequence numbers at the abort, by group; ``step`` is the step that
+    was in progress then.
     """
 
     inc: int
     after_round: int
+    step: int = 0
     seqs: dict[str, int] = {}
 
 
