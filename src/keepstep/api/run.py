@@ -46,7 +46,11 @@ def run(main: Callable[[Job], T], *, settings: Mapping[str, object] | None = Non
     def attempt(world: Any) -> T:
         job = Job(world, config.checkpoint, engine.saver(world), engine.progress, random_state)
         latest[:] = [job]
-        return main(job)
+        try:
+            return main(job)
+        except BaseException:
+            latest.clear()  # it holds the model, which is to be freed before it is built again
+            raise
 
     restarter = engine.restarter(lambda: latest[0].saving if latest else 0)
     try:
