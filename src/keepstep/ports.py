@@ -1,7 +1,7 @@
 """The seams: what an engine supplies. Mechanism only; policy lives elsewhere, once.
 
-``Heartbeat``, ``ShardWriter`` (with ``PendingWrite``), ``Restarter`` and ``HealthCheck`` are all that
-an engine implements. Commit, verification, retention, budgets, events and reports are shared.
+``Heartbeat``, ``ShardWriter`` (with ``PendingWrite``), ``Restarter`` and ``HealthCheck`` are all
+that an engine implements. Commit, verification, retention, budgets, events and reports are shared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ import msgspec
 
 from keepstep.wire.types import Version, World
 
-__all__ = ["Finding", "HealthCheck", "Heartbeat", "PendingWrite", "Restarter", "ShardWriter", "Version", "World"]
+__all__ = [
+    "Finding",
+    "HealthCheck",
+    "Heartbeat",
+    "PendingWrite",
+    "Restarter",
+    "ShardWriter",
+    "Version",
+    "World",
+]
 
 T = TypeVar("T")
 

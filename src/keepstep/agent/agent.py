@@ -198,17 +198,13 @@ class Agent:
     def found(self, finding: Finding) -> None:
         """Record a health finding; a node that must be replaced ends here."""
         self.recorder.emit(
-            events.HealthFinding(
-                check=finding.check, status=finding.status, detail=finding.detail
-            )
+            events.HealthFinding(check=finding.check, status=finding.status, detail=finding.detail)
         )
         if finding.status == "bad":
             self._console.say(f"health check {finding.check} is bad: {finding.detail}")
         if finding.action == "replace_node":
             text = f"this node is unhealthy: {finding.check}: {finding.detail}"
-            self._finish(
-                JobEnd(exit_code=ExitCode.NODE_UNHEALTHY, reason=text, graceful=False)
-            )
+            self._finish(JobEnd(exit_code=ExitCode.NODE_UNHEALTHY, reason=text, graceful=False))
 
     # --- now and then ---------------------------------------------------------------------------
 
@@ -271,9 +267,10 @@ class Agent:
     def _gone(self, process: RankProcess, code: int) -> None:
         self._watch.forget(process)
         end = self._end
-        if end is not None and end.graceful and not process.ended_by_us and process.rank >= 0:
-            if code not in (0, end.exit_code):
-                self.failed_later.append(process.rank)
+        if end is None or not end.graceful or process.ended_by_us or process.rank < 0:
+            return
+        if code not in (0, end.exit_code):
+            self.failed_later.append(process.rank)
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -285,8 +282,8 @@ class Agent:
                     self._finish(JobEnd(exit_code=ExitCode.USAGE, reason=text, graceful=False))
                 elif threads > 1 and self._spec.config.rank.start_method == "fork":
                     self._console.say(
-                        f"the preloaded process has {threads} threads; forking from it is not safe, "
-                        "use --start-method spawn"
+                        f"the preloaded process has {threads} threads; forking from it is not "
+                        "safe, use --start-method spawn"
                     )
             case Spawned(ticket=ticket, pid=pid):
                 self._roster.spawned(ticket, pid)

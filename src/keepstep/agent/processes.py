@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from keepstep import shm
 from keepstep.wire.channel import Channel, pair
@@ -54,11 +55,14 @@ class RankProcess:
         return self.state != "gone"
 
 
-def make(ticket: int, logs: Path, zygote: Channel[object]) -> RankProcess:  # type: ignore[type-var]
+def make(ticket: int, logs: Path, zygote: Channel[Any]) -> RankProcess:
     """Ask the zygote for a parked process with its own control socket, board and log files."""
     ours, theirs = pair()
     board_fd = shm.create()
-    paths = {1: logs / f"parked-{ticket:04d}.stdout.log", 2: logs / f"parked-{ticket:04d}.stderr.log"}
+    paths = {
+        1: logs / f"parked-{ticket:04d}.stdout.log",
+        2: logs / f"parked-{ticket:04d}.stderr.log",
+    }
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     files = [os.open(paths[stream], flags, 0o644) for stream in (1, 2)]
     with theirs:

@@ -54,7 +54,7 @@ class Job:
     def track(self, **objects: object) -> None:
         """Name what belongs to the training state.
 
-        Modules, optimizers, anything with ``state_dict`` and ``load_state_dict`` (scheduler, scaler,
+        Modules, optimizers, whatever has ``state_dict`` and ``load_state_dict`` (scheduler, scaler,
         data position), and tensors. Random generators are always included.
 
         Raises:

@@ -97,7 +97,7 @@ def _configured(runtime: Runtime | None, settings: Mapping[str, object]) -> Conf
     if wrong and runtime is not None:
         raise UsageError(
             f"keepstep.run(settings=...) cannot set {', '.join(wrong)}",
-            advice=f"only {', '.join(_RANK_SIDE)} can be given in the script; use --set or --config",
+            advice=f"only {', '.join(_RANK_SIDE)} can be given here; use --set or --config",
         )
     if runtime is None:
         return load.load(file=None, environ=env.snapshot(), sets=(), arguments=settings)

@@ -65,7 +65,7 @@ class RestartSettings:
     abort_limit_s: float = 3.0
     """A rank that has not left its step so long after the abort is ended and replaced."""
     save_wait_s: float = 5.0
-    """How long a restart waits for a save that every rank has staged and that is about to commit."""
+    """How long a restart waits for a save that every rank has staged and that is to commit."""
     join_limit_s: float = 900.0
     """How long a new process may take to reach ``keepstep.run`` (imports included)."""
     signal_after_s: float = 0.2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,20 +24,26 @@ class Saver(Protocol):
         """Fill ``state`` in place; returns the step it belongs to (0: nothing to load)."""
 
 
-class Engine(Protocol):
+class Engine(abc.ABC):
     """What ``keepstep.run`` needs from an engine."""
 
-    exit_code: int
-    """What the process must end with after the run."""
     progress: Progress
     """Where jobs report to."""
 
+    @property
+    def exit_code(self) -> int:
+        """What the process must end with after the run."""
+        return 0
+
+    @abc.abstractmethod
     def restarter(self, saving: Callable[[], int]) -> Restarter:
         """Calls the attempt once a round; ``saving`` gives the step of the last save asked for."""
 
+    @abc.abstractmethod
     def saver(self, world: World) -> Saver:
         """Saving and loading in the round of ``world``."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """End threads and processes that the engine started."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.config import Config
-from keepstep.engines import Saver
+from keepstep.engines import Engine, Saver
 from keepstep.ports import PendingWrite, Restarter
 from keepstep.rank.progress import LaunchedProgress, SaveEvents
 from keepstep.rank.restart import Groups, NativeRestarter
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from keepstep.rank.shard_writer import NativeShardWriter
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """Control channel, agent-owned staging slots, in-process restart."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
@@ -101,5 +101,3 @@ class LaunchedSaver:
         with self._events.restoring(self._world.resume, size):
             size.append(self._writer.load(state, self._root / self._world.folder))
         return self._world.resume
-
-

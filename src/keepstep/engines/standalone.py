@@ -1,7 +1,7 @@
 """The native engine without launcher: a plain ``python`` or ``torchrun`` script.
 
-Saving works (each rank has its own writer process); there is nobody to restart, so an exception ends
-the script as it always did.
+Saving works (each rank has its own writer process); there is nobody to restart, so an exception
+ends the script as it always did.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from keepstep.rank.checkpointer import Checkpointer
 from keepstep.config import Config, env
-from keepstep.engines import Saver
+from keepstep.engines import Engine, Saver
 from keepstep.ports import PendingWrite, Restarter
+from keepstep.rank.checkpointer import Checkpointer
 from keepstep.rank.plain_group import PlainGroup
 from keepstep.rank.progress import NoProgress
 from keepstep.wire.types import World
@@ -21,10 +21,8 @@ from keepstep.wire.types import World
 T = TypeVar("T")
 
 
-class StandaloneEngine:
+class StandaloneEngine(Engine):
     """One attempt, in the world that the environment describes."""
-
-    exit_code = 0
 
     def __init__(self, config: Config) -> None:
         self._config = config

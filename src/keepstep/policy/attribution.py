@@ -14,8 +14,8 @@ The order of evidence is not the order of events. Three rules make up for that:
    job for an error that nobody made.
 3. SIGABRT is what a library does to its own process when a peer is gone, so it counts as an exit.
 
-With time-outs alone, the order of the time-outs and collective sequence numbers decide; where they do
-not name one rank, nobody is blamed.
+With time-outs alone, their order and collective sequence numbers decide; where these do not name
+one rank, nobody is blamed.
 """
 
 from __future__ import annotations
@@ -261,9 +261,9 @@ def _laggard(
     """The one rank that others waited for, and how it is known; or -1 and why nobody is named.
 
     All ranks have the same time limit, so those that time out first began to wait first: they were
-    held up by nobody who waits for them. Whoever had not entered the collective that they were in is
-    what they waited for; later time-outs, in other groups, are its consequences. Where all timed out
-    together, a single rank that is apart from two or more others is named.
+    held up by nobody who waits for them. Whoever had not entered the collective that they were in
+    is what they waited for; later time-outs, in other groups, are its consequences. Where all timed
+    out together, a single rank that is apart from two or more others is named.
     """
     times = {report.rank: report.t for report in reports if report.kind == "timeout"}
     if not times:

@@ -5,8 +5,8 @@ blocked in a gloo collective within milliseconds is to shut down the group's own
 sockets that appear while a group is made are remembered (by descriptor and inode).
 
 Only the reading side is shut down, after what is being sent has left, and the connections stay open
-until every rank is out: gloo tells waiting receives about a closed connection, but forgets a send that
-is partly written or that finds the connection gone (``Pair::signalException`` passes over
+until every rank is out: gloo tells waiting receives about a closed connection, but forgets a send
+that is partly written or that finds the connection gone (``Pair::signalException`` passes over
 ``Op::ubuf``, and a buffer taken off the pending sends is in no list while it is written; gloo of
 torch 2.13). A rank left waiting for such a send, because its peer was killed in the middle of a
 transfer, is ended and replaced after ``restart.abort_limit_s``. On NCCL the backend's own ``abort``
@@ -24,7 +24,7 @@ import stat
 import sys
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -100,7 +100,7 @@ class GroupSet:
         self._tracked: dict[int, int] = {}
         self._before: dict[int, int] | None = None
         self._aborted = False
-        self._uninstall = lambda: None
+        self._uninstall: Callable[[], None] = lambda: None
         self._keep: list[object] = []
         self._held: list[socket.socket] = []
 
@@ -131,9 +131,7 @@ class GroupSet:
             if before.get(fd) != inode:
                 self._tracked[fd] = inode
 
-    def create(
-        self, *, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float
-    ) -> None:
+    def create(self, *, backend: str, store: Any, rank: int, size: int, timeout_s: float) -> None:
         """Initialise the default process group."""
         self.release()  # every rank has left the round before
         self._keep = [store]
@@ -164,7 +162,7 @@ class GroupSet:
                 sock.shutdown(socket.SHUT_RD)
         with self._lock:
             self._held += sockets
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             for _, group in torch_private.groups():
                 _abort_nccl(group)
         return len(sockets)

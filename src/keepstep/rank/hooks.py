@@ -46,9 +46,8 @@ class StepHooks:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         runtime = self._runtime
-        if not runtime.driven and self._is_first(optimizer):
-            if runtime.board.steps == 0:
-                runtime.begin_step(1)
+        if not runtime.driven and runtime.board.steps == 0 and self._is_first(optimizer):
+            runtime.begin_step(1)
         runtime.fire_due_faults(runtime.step)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The process group of a script that was started by ``python`` or ``torchrun``. Runs in the rank."""
+"""The process group of a script started by ``python`` or ``torchrun``. Runs in the rank."""
 
 from __future__ import annotations
 
@@ -53,18 +53,14 @@ class PlainGroup:
 
         if dist.is_initialized():
             return
-        backend = self._backend or (
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        )
+        backend = self._backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         if size == 1 and "MASTER_ADDR" not in self._environ:
-            store = dist.HashStore()
+            store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(
                 backend, store=store, rank=0, world_size=1, timeout=self._timeout
             )
         else:
-            dist.init_process_group(
-                backend, rank=rank, world_size=size, timeout=self._timeout
-            )
+            dist.init_process_group(backend, rank=rank, world_size=size, timeout=self._timeout)
         self._made = True
 
     def __exit__(

@@ -121,4 +121,3 @@ class SaveEvents:
         runtime.recorder.emit(
             events.RestoreEnd(tier="storage", s=seconds, bytes=sum(size)), step=step
         )
-

@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from keepstep.clock import SYSTEM
 from keepstep.errors import ExitCode, RestartSignal
@@ -100,7 +100,7 @@ class NativeRestarter:
                 done, result = self._once(attempt, go)
                 if done:
                     self._groups.destroy()
-                    return result
+                    return cast(T, result)
                 self._groups.destroy()
                 start_state.restore()
         finally:
@@ -207,7 +207,7 @@ class NativeRestarter:
         self._left.set()
         return False, None
 
-    # --- called by the control thread and by the signal ----------------------------------------------
+    # --- called by the control thread and by the signal -----------------------------------------
 
     def _abort(self, message: Abort) -> None:
         if message.round != self._round or not self._active:

@@ -5,6 +5,7 @@ Runs in the rank.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 
 import torch
@@ -23,6 +24,8 @@ class RoundGroups:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        for problem in torch_private.problems():
+            sys.stderr.write(f"keepstep: warning: {problem}\n")
         self._groups = GroupSet()
         self._groups.install()
         self._store: ControlStore | None = None
@@ -88,8 +91,3 @@ class Desync:
     def __call__(self, skip: bool) -> None:
         if not skip:
             dist.all_reduce(torch.zeros(1), group=self._group)
-
-
-def check_torch() -> list[str]:
-    """What the installed torch lacks; see ``torch_private.problems``."""
-    return torch_private.problems()

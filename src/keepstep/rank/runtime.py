@@ -117,7 +117,7 @@ class Runtime:
             self.recorder.emit(events.SectionEnd(name=name, s=seconds), step=self.step)
             self.enter(phase, label)
 
-    # --- injected faults ----------------------------------------------------------------------------
+    # --- injected faults ------------------------------------------------------------------------
 
     def fire_due_faults(self, step: int) -> None:
         """Fire what the plan says for this rank at ``step``; each fault once in a run."""

@@ -17,7 +17,7 @@ from keepstep.wire.messages import StoreCall
 _SLACK_S = 10.0  # the server answers a time-out itself; this bounds a server that does not answer
 
 
-class ControlStore(dist.Store):
+class ControlStore(dist.Store):  # type: ignore[name-defined,misc]
     """A ``torch.distributed.Store`` for one round.
 
     The caller must keep a reference for as long as a process group made from it lives.

@@ -25,8 +25,8 @@ def problems() -> list[str]:
         )
     if not hasattr(getattr(c10d, "_world", None), "pg_map"):
         found.append(
-            f"torch {torch.__version__} has no distributed_c10d._world.pg_map: the rank that missed "
-            "a collective cannot be named"
+            f"torch {torch.__version__} has no distributed_c10d._world.pg_map: the rank that "
+            "missed a collective cannot be named"
         )
     return found
 
