@@ -316,3 +316,14 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_lines(lines_first: int)
     assert agent.take_lines() == []
     rank.close()
     agent.close()
+
+
+def test_sequence_numbers_by_group_are_told_and_names_that_do_not_fit_are_left_out(
+    ends: Pair,
+) -> None:
+    rank, agent = ends
+    assert agent.sequence_numbers == {}
+    rank.put_sequence_numbers({"0": 41, "tp": 7})
+    assert agent.sequence_numbers == {"0": 41, "tp": 7}
+    rank.put_sequence_numbers({"g" * 4000: 1})
+    assert agent.sequence_numbers == {}

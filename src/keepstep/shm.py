@@ -16,6 +16,10 @@ import os
 import struct
 import threading
 
+import msgspec
+
+SEQS_AT = 1024
+SEQS_BYTES = 3072
 RING_AT = 4096
 RING_BYTES = 1 << 20
 SIZE = RING_AT + RING_BYTES
@@ -50,6 +54,7 @@ class _Word(enum.IntEnum):
     TAIL = 10  # int: bytes ever taken out (agent)
     DROPPED = 11  # int: lines that found the ring full (rank)
     STEPS = 12  # int: steps completed by this process
+    SEQS = 13  # int: changes of the text at SEQS_AT; odd while it is being written
     LABEL = 16  # 64 bytes of UTF-8: name of the section
 
 
@@ -100,6 +105,16 @@ class Board:
         """The heartbeat thread ran at ``now``; ``seq`` collectives were entered so far."""
         self._put_float(_Word.BEAT, now)
         self._put_int(_Word.SEQ, seq)
+
+    def put_sequence_numbers(self, numbers: dict[str, int]) -> None:
+        """Collectives entered by group; left out if the names are too long."""
+        text = msgspec.json.encode(numbers)
+        if len(text) > SEQS_BYTES - 8:
+            text = b"{}"
+        turn = self._get_int(_Word.SEQS)
+        self._put_int(_Word.SEQS, turn + 1)
+        self._map[SEQS_AT : SEQS_AT + 8 + len(text)] = len(text).to_bytes(8, "little") + text
+        self._put_int(_Word.SEQS, turn + 2)
 
     def enter(self, phase: Phase, now: float, label: str = "") -> None:
         """The main thread enters ``phase``."""
@@ -184,6 +199,16 @@ class Board:
     def seq(self) -> int:
         """Collectives entered, over all groups."""
         return self._get_int(_Word.SEQ)
+
+    @property
+    def sequence_numbers(self) -> dict[str, int]:
+        """Collectives entered by group; empty if none were told, or just now being written."""
+        turn = self._get_int(_Word.SEQS)
+        size = int.from_bytes(self._map[SEQS_AT : SEQS_AT + 8], "little")
+        text = self._map[SEQS_AT + 8 : SEQS_AT + 8 + min(size, SEQS_BYTES - 8)]
+        if turn == 0 or turn % 2 or turn != self._get_int(_Word.SEQS):
+            return {}
+        return msgspec.json.decode(text, type=dict[str, int])
 
     @property
     def step_s(self) -> float:

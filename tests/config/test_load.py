@@ -261,7 +261,7 @@ def test_a_value_that_cannot_be_read_does_not_break_rules_by_its_default() -> No
         (["rank.spares=-1"], "rank.spares is -1"),
         (
             ["restart.signal_after_s=10"],
-            "restart.signal_after_s is 10.0 and restart.abort_limit_s is 10.0: the signal must",
+            "restart.signal_after_s is 10.0 and restart.abort_limit_s is 3.0: the signal must",
         ),
         (
             ["heartbeat.start_limit_s=20"],

@@ -20,6 +20,7 @@ def seen(
     state: str = "S",
     seq: int = 40,
     limit_s: float = 30.0,
+    **seqs: int,
 ) -> Evidence:
     return Evidence(
         rank=rank,
@@ -31,6 +32,7 @@ def seen(
         phase="step",
         step=12,
         seq=seq,
+        seqs=seqs,
     )
 
 
@@ -79,6 +81,18 @@ def test_of_the_stalled_ranks_those_behind_in_collectives_are_guilty() -> None:
     found = blame([seen(0), seen(1, seq=39), seen(2), seen(3, idle_s=0.5, seq=70)])
     assert found.guilty == (1,)
     assert "39 collectives entered" in found.reason
+
+
+def test_a_rank_behind_in_one_group_and_ahead_in_none_is_guilty_whatever_the_sums() -> None:
+    found = blame([seen(0, seq=50, dp=40, tp=10), seen(1, seq=51, dp=39, tp=12)])
+    assert found.guilty == ()  # each waits for the other
+    found = blame([seen(0, seq=60, dp=40), seen(1, seq=90, dp=39), seen(2, seq=60, dp=40)])
+    assert found.guilty == (1,)
+
+
+def test_a_rank_that_skipped_a_collective_of_one_group_and_waits_in_another_is_not_blamed() -> None:
+    waiting = [seen(rank, dp=133, check=1) for rank in (1, 2, 3)]
+    assert blame([seen(0, dp=134, check=0), *waiting]).guilty == ()
 
 
 def test_two_ranks_that_stall_alike_while_the_rest_moves_are_both_guilty() -> None:

@@ -135,6 +135,7 @@ class HangWatch:
             phase=_name(seen),
             step=board.step,
             seq=board.seq,
+            seqs=board.sequence_numbers,
             stack=self._stack(process),
         )
 

@@ -74,8 +74,6 @@ class RestartSettings:
     """Time limit of a collective; a rank that waits longer raises."""
     backend: str = ""
     """Process-group backend; empty: gloo, or ``cpu:gloo,cuda:nccl`` with a GPU."""
-    store: Literal["control", "tcp"] = "control"
-    """Where torch's store lives: the control channel, or a TCPStore outside the ranks (NCCL)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

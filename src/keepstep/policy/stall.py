@@ -72,8 +72,23 @@ def _alone(still: Sequence[Evidence]) -> list[Evidence]:
 
 
 def _lagging(still: Sequence[Evidence]) -> list[Evidence]:
-    top = max((seen.seq for seen in still), default=0)
-    return [seen for seen in still if seen.seq < top]
+    """Ranks that entered fewer collectives than others and are ahead of nobody in any group.
+
+    A rank that lags in one group and is ahead in another is held up itself, and so are those that it
+    is ahead of: nothing is known then. Without numbers by group the sums are compared.
+    """
+    if not all(seen.seqs for seen in still):
+        top = max((seen.seq for seen in still), default=0)
+        return [seen for seen in still if seen.seq < top]
+    behind: set[int] = set()
+    ahead: set[int] = set()
+    for group in {name for seen in still for name in seen.seqs}:
+        entered = {seen.rank: seen.seqs[group] for seen in still if group in seen.seqs}
+        top = max(entered.values())
+        late = {rank for rank, count in entered.items() if count < top}
+        behind |= late
+        ahead |= set(entered) - late if late else set()
+    return [seen for seen in still if seen.rank in behind - ahead]
 
 
 def _apart(evidence: Sequence[Evidence], still: Sequence[Evidence]) -> list[Evidence]:

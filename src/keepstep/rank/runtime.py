@@ -67,8 +67,13 @@ class Runtime:
 
     def _beat(self) -> None:
         interval = self.config.heartbeat.interval_s
+        told: dict[str, int] = {}
         while True:
-            self.board.beat(SYSTEM.mono(), sum(self.sequence_numbers().values()))
+            numbers = self.sequence_numbers()
+            if numbers != told:
+                self.board.put_sequence_numbers(numbers)
+                told = numbers
+            self.board.beat(SYSTEM.mono(), sum(numbers.values()))
             if self._stop_beating.wait(interval):
                 return
 

@@ -319,7 +319,10 @@ class RankDown(Message):
 
 
 class Evidence(Message):
-    """How one rank looked when somebody was found stalled."""
+    """How one rank looked when somebody was found stalled.
+
+    ``seq`` counts the collectives that it entered over all groups, ``seqs`` by group.
+    """
 
     rank: int
     inc: int
@@ -330,6 +333,7 @@ class Evidence(Message):
     phase: str
     step: int
     seq: int
+    seqs: dict[str, int] = {}
     stack: str = ""
 
 
