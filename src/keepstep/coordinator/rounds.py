@@ -254,6 +254,7 @@ class Rounds:
                 step=seen.step,
                 phase=seen.phase,
                 error=verdict.reason,
+                seqs=seen.seqs,
             )
             self._failure(report, "running", seen.stack, now)
 

@@ -74,8 +74,8 @@ def _alone(still: Sequence[Evidence]) -> list[Evidence]:
 def _lagging(still: Sequence[Evidence]) -> list[Evidence]:
     """Ranks that entered fewer collectives than others and are ahead of nobody in any group.
 
-    A rank that lags in one group and is ahead in another is held up itself, and so are those that it
-    is ahead of: nothing is known then. Without numbers by group the sums are compared.
+    A rank that lags in one group and is ahead in another is held up itself, and so are those that
+    it is ahead of: nothing is known then. Without numbers by group the sums are compared.
     """
     if not all(seen.seqs for seen in still):
         top = max((seen.seq for seen in still), default=0)
