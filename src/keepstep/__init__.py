@@ -3,7 +3,8 @@
 Importing it does not import torch. The public names:
 
 - ``run(main)``, ``Job``, ``World``: a training function under keepstep.
-- ``restartable``, ``heartbeat``, ``Checkpointer``: each mechanism alone.
+- ``restartable``, ``heartbeat``, ``Checkpointer``: each mechanism alone; ``RngState`` for what the
+  random generators are in a checkpoint of one's own.
 - ``KeepstepError`` and its tree: see ``keepstep.errors``.
 """
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from keepstep.api.checkpointer import Checkpointer
     from keepstep.api.job import Job
     from keepstep.api.run import heartbeat, restartable, run
+    from keepstep.checkpoint.torch_rng import RngState
     from keepstep.errors import KeepstepError
     from keepstep.wire.types import World
 
@@ -24,12 +26,22 @@ _WHERE = {
     "Checkpointer": "keepstep.api.checkpointer",
     "Job": "keepstep.api.job",
     "KeepstepError": "keepstep.errors",
+    "RngState": "keepstep.checkpoint.torch_rng",
     "World": "keepstep.wire.types",
     "heartbeat": "keepstep.api.run",
     "restartable": "keepstep.api.run",
     "run": "keepstep.api.run",
 }
-__all__ = ["Checkpointer", "Job", "KeepstepError", "World", "heartbeat", "restartable", "run"]
+__all__ = [
+    "Checkpointer",
+    "Job",
+    "KeepstepError",
+    "RngState",
+    "World",
+    "heartbeat",
+    "restartable",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -105,10 +105,12 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except KeepstepError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"keepstep: error: {error}", err=True)
         raise typer.Exit(error.exit_code) from error
+    except BrokenPipeError:
+        raise  # the reader of our output has seen enough
     except OSError as error:
-        typer.echo(f"error: the checkpoint cannot be read: {error}", err=True)
+        typer.echo(f"keepstep: error: the checkpoint cannot be read: {error}", err=True)
         raise typer.Exit(ExitCode.CHECKPOINT) from error
 
 

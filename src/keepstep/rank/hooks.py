@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from keepstep.rank.runtime import Runtime
+from keepstep.shm import Phase
 
 
 class StepHooks:
@@ -46,8 +47,9 @@ class StepHooks:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         runtime = self._runtime
-        if not runtime.driven and runtime.board.steps == 0 and self._is_first(optimizer):
-            runtime.begin_step(1)
+        counting = not runtime.driven and self._is_first(optimizer)
+        if counting and runtime.board.phase is not Phase.STEP:
+            runtime.begin_step(runtime.step + 1)
         runtime.fire_due_faults(runtime.step)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

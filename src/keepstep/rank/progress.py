@@ -56,11 +56,11 @@ class LaunchedProgress:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        runtime.driven = True
         runtime.control.on_stop = self._answer
 
     def begin_step(self, step: int | None) -> None:
         """``step`` is in progress; None: no step's limit applies any more."""
+        self._runtime.driven = True  # a Job counts: optimizer steps no longer do
         if step is None:
             self._runtime.enter(Phase.SCRIPT)
         else:

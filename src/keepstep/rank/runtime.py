@@ -16,6 +16,7 @@ from typing import TextIO
 from keepstep import events
 from keepstep.clock import SYSTEM
 from keepstep.config import Config
+from keepstep.errors import UsageError
 from keepstep.faults import plan as fault_plan
 from keepstep.faults import triggers
 from keepstep.rank.control import Control
@@ -136,6 +137,11 @@ class Runtime:
                     if mine:
                         self._claim(fault)
                     self.desync(mine)
+                elif mine and self.desync is None and self._unfired(fault):
+                    raise UsageError(
+                        f"the fault {fault} needs a script that uses keepstep.run",
+                        advice="there is no collective of ours to skip; use exception or hang",
+                    )
             elif mine and self._claim(fault):
                 triggers.fire(fault, run=self.start.run)
 
@@ -147,6 +153,9 @@ class Runtime:
         )
         return True
 
+    def _unfired(self, fault: fault_plan.Fault) -> bool:
+        return not fault_plan.claimed(self.run_dir, fault.index)
+
     def expect_desync(self) -> bool:
         """Note which desync faults are still to come; the same on every rank at a round's start.
 
@@ -156,7 +165,7 @@ class Runtime:
         self.desync_due = {
             fault.index
             for fault in self.faults.faults
-            if fault.kind == "desync" and not fault_plan.claimed(self.run_dir, fault.index)
+            if fault.kind == "desync" and self._unfired(fault)
         }
         return bool(self.desync_due)
 
