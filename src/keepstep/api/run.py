@@ -41,22 +41,22 @@ def run(main: Callable[[Job], T], *, settings: Mapping[str, object] | None = Non
     runtime = current()
     config = _configured(runtime, settings or {})
     engine = choose(config, runtime)
-    latest: list[Job] = []
+    saving = 0
 
     def attempt(world: Any) -> T:
+        nonlocal saving
         job = Job(world, config.checkpoint, engine.saver(world), engine.progress, random_state)
-        latest[:] = [job]
         try:
             return main(job)
-        except BaseException:
-            latest.clear()  # it holds the model, which is to be freed before it is built again
-            raise
+        finally:
+            # Only the number is kept, also when the run stops on notice: the job holds the model,
+            # which is to be freed before it is built again.
+            saving = job.saving
 
-    restarter = engine.restarter(lambda: latest[0].saving if latest else 0)
+    restarter = engine.restarter(lambda: saving)
     try:
         result = restarter.run(attempt)
     finally:
-        latest.clear()
         engine.close()
     if engine.exit_code:
         sys.exit(engine.exit_code)
