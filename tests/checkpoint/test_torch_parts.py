@@ -142,7 +142,7 @@ def test_fsdp1_is_refused_by_name() -> None:
     class FullyShardedDataParallel(nn.Module):
         """Stands for torch's, which needs a process group."""
 
-    with pytest.raises(CheckpointError, match=r"use torch\.distributed\.fsdp\.fully_shard"):
+    with pytest.raises(CheckpointError, match=r"Use torch\.distributed\.fsdp\.fully_shard"):
         flatten({"model": nn.Sequential(FullyShardedDataParallel())}, rank=0, world=1)
 
 

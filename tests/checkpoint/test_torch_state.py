@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from keepstep.checkpoint.torch_state import Entry, flatten
-from keepstep.errors import CheckpointError
+from keepstep.checkpoint.torch_nested import Spec
+from keepstep.checkpoint.torch_state import Entry, flatten, prepare_for_load
+from keepstep.errors import CheckpointError, CheckpointMismatch
 from tests.checkpoint.torch_worlds import fake_world, hybrid, replicated, sharded
 
 
@@ -151,3 +152,15 @@ def test_values_hold_everything_that_is_no_tensor() -> None:
         "tensors": [],
     }
     assert values["options"] == {"type": "data", "state": {"rate": 0.5}, "tensors": []}
+
+
+def test_a_model_with_another_layer_is_refused_by_its_names_not_by_the_optimizer_s_count() -> None:
+    def tracked(layers: int) -> dict[str, object]:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "model": model}
+
+    snapshot = flatten(tracked(2), rank=0, world=1)
+    specs = {one.name: Spec(one.tensor.dtype, tuple(one.tensor.shape)) for one in snapshot.entries}
+    with pytest.raises(CheckpointMismatch, match=r"2 missing \(model\.2\.bias, model\.2\.weight\)"):
+        prepare_for_load(tracked(3), snapshot.values, specs, world=1)

@@ -187,7 +187,7 @@ def test_any_tree_decodes_or_is_refused_as_a_checkpoint_error(tree: Any) -> None
 def test_a_numpy_value_without_numpy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
     text = b'{"$":"scalar","dtype":"<f8","shape":[],"v":"AAAAAAAAAAA="}'
-    with pytest.raises(CheckpointError, match="install numpy"):
+    with pytest.raises(CheckpointError, match="Install numpy"):
         typed_json.loads(text)
 
 

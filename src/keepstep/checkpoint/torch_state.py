@@ -196,8 +196,20 @@ def prepare_for_load(
                 done="nothing was restored",
             )
         checked[name] = value
-        tensors |= part.targets(value, specs)
+        try:
+            tensors |= part.targets(value, specs)
+        except CheckpointMismatch:
+            _same_modules(parts, specs)  # names say more than an optimizer's count of parameters
+            raise
     return Destination(parts, checked, tensors)
+
+
+def _same_modules(parts: Mapping[str, Part], specs: Mapping[str, Spec]) -> None:
+    """Raise CheckpointMismatch if tensors of the tracked modules have other names than stored."""
+    modules = {name: part for name, part in parts.items() if isinstance(part, ModulePart)}
+    live = {item.name for part in modules.values() for item in part.named()}
+    stored = {name for name in specs if any(name.startswith(f"{one}.") for one in modules)}
+    _same_names("tensors", live, stored)
 
 
 def part_type(part: Part) -> str:

@@ -154,7 +154,8 @@ class Rounds:
     def stepped(self, message: Stepped, now: float) -> None:
         """A rank completed its first step of a round."""
         member = self.members.find(message.rank, message.inc)
-        if member is None or (self._adopted and message.round != self.round):
+        late = self.state == "done" or (self._adopted and message.round != self.round)
+        if member is None or late:
             return
         self._highest = max(self._highest, message.step)
         member.stepped = True

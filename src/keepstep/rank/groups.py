@@ -103,6 +103,7 @@ class GroupSet:
         self._uninstall: Callable[[], None] = lambda: None
         self._keep: list[object] = []
         self._held: list[socket.socket] = []
+        self._hooks = (sys.excepthook, sys.excepthook)
 
     def install(self) -> None:
         """Watch every group that is made from now on, by whatever call."""
@@ -135,6 +136,7 @@ class GroupSet:
         """Initialise the default process group."""
         self.release()  # every rank has left the round before
         self._keep = [store]
+        hook = sys.excepthook
         dist.init_process_group(
             backend,
             store=store,
@@ -142,6 +144,7 @@ class GroupSet:
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
         )
+        self._hooks = (hook, sys.excepthook)
 
     def abort(self) -> int:
         """Free every rank's thread that is blocked in one of the groups; any thread.
@@ -172,6 +175,9 @@ class GroupSet:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch_private.forget_group_names()
+        before, torchs = self._hooks
+        if sys.excepthook is torchs:  # else each round's hook would call that of the round before
+            sys.excepthook = before
         self._keep = []
         gc.collect()
         with self._lock:
