@@ -133,3 +133,26 @@ def test_larger_slots_replace_the_owners_earlier_ones_and_nobody_elses(slots: Sl
 
 def test_a_result_that_nobody_asked_for_is_passed_over(slots: Slots) -> None:
     assert slots.written(_written(99)) is None
+
+
+def test_a_new_writer_gets_what_the_dead_one_left_unfinished(slots: Slots, writer: _Writer) -> None:
+    (done, _), (left, fd), (late, _) = slots.grant(7, 4096, 3)
+    os.pwrite(fd, b"data", 0)
+    for grant in (done, left):
+        slots.write(3, _staged(grant.slot), writer.channel)
+    message, received = writer.take()
+    os.close(received)
+    slots.written(_written(message.ticket))
+    writer.close()
+    assert slots.write(3, _staged(late.slot), writer.channel)  # nobody has noticed yet
+    with contextlib.closing(_Writer()) as successor:
+        assert slots.write_again(successor.channel) == 2
+        tickets = []
+        for _ in range(2):
+            message, received = successor.take()
+            tickets.append(message.ticket)
+            with os.fdopen(received, "rb") as file:
+                assert file.read(4) == (b"data" if len(tickets) == 1 else bytes(4))
+        freed = [slots.written(_written(ticket)) for ticket in tickets]
+    assert freed == [Freed(owner=7, number=left.slot), Freed(owner=7, number=late.slot)]
+    assert slots.writing == 0

@@ -120,3 +120,28 @@ def test_a_line_cut_by_a_kill_does_not_count(tmp_path: Path) -> None:
         file.write(b'{"run":"demo","round":3,"res')
     with lineage(tmp_path) as later:
         assert later.pick(frozenset()) == (10, newest)
+
+
+def test_a_damaged_manifest_that_is_passed_over_is_told_once_and_an_older_one_is_not(
+    tmp_path: Path,
+) -> None:
+    old, good, cut = commit(tmp_path, 5), commit(tmp_path, 10), commit(tmp_path, 15)
+    for folder in (old, cut):
+        manifest = tmp_path / "checkpoints" / folder / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:100])
+    told: list[tuple[str, int]] = []
+    line = Lineage(
+        tmp_path,
+        RUN,
+        tmp_path / "checkpoints",
+        lambda folder, step, error: told.append((folder, step)),
+    )
+    try:
+        assert line.pick(frozenset()) == (10, good)
+        assert line.pick(frozenset()) == (10, good)
+        assert told == [(cut, 15)]
+        with pytest.raises(CheckpointNotFound, match="none of 3"):
+            line.pick(frozenset({good}))
+        assert told == [(cut, 15), (old, 5)]
+    finally:
+        line.close()

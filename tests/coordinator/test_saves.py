@@ -211,3 +211,28 @@ def test_a_resume_from_an_older_step_takes_the_newest_one_back() -> None:
     assert state.committed == 10
     state.resume(5, 2)
     assert state.committed == 5
+
+
+# --- parts of a failed save that come late -------------------------------------------------------
+
+
+def test_a_rank_that_stages_a_failed_save_late_neither_reopens_it_nor_fails_it_again() -> None:
+    state = saves()
+    stage(state, version(), ranks=1)
+    assert state.failed(version(), "disk full") == Settled(5, "disk full")
+    for rank in (1, 2):
+        assert state.staged(rank, version(), 1.0) == "disk full"
+        assert state.durable(rank, version(), "folder", 10, 1.0) is None
+        assert state.failed(version(), "disk full") is None
+    assert not state.pending(5)
+    assert state.failed_in_a_row == 1
+
+
+def test_the_same_step_may_be_saved_again_after_all_have_staged_the_failed_save() -> None:
+    state = saves()
+    stage(state, version(), ranks=2)
+    assert state.failed(version(), "disk full")
+    assert state.staged(2, version(), 1.0) == "disk full"
+    assert [state.staged(rank, version(), 2.0) for rank in range(WORLD)] == [""] * WORLD
+    assert state.pending(5)
+    assert persist(state, version())

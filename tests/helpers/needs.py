@@ -66,13 +66,21 @@ def _cgroup_memory() -> str:
         probe.rmdir()
 
 
+def _loop_mount() -> str:
+    for program in ("mkfs.ext4", "mount", "fsfreeze"):
+        if shutil.which(program) is None:
+            return f"the program {program} is not installed"
+    return "" if _runs("losetup", "--find") else "there are no loop devices here"
+
+
 _PROBES: dict[str, Callable[[], str]] = {
     "root": _root,
     "strace": _strace,
     "netns": _netns,
     "cgroup_memory": _cgroup_memory,
+    "loop_mount": _loop_mount,
 }
-PRIVILEGED = frozenset({"root", "netns", "cgroup_memory"})
+PRIVILEGED = frozenset({"root", "netns", "cgroup_memory", "loop_mount"})
 
 
 @functools.cache
@@ -80,7 +88,7 @@ def missing(what: str) -> str:
     """Why the machine lacks ``what``; empty if it has it.
 
     Raises:
-        ValueError: ``what`` is not one of root, strace, netns, cgroup_memory.
+        ValueError: ``what`` is not one of root, strace, netns, cgroup_memory, loop_mount.
     """
     if what not in _PROBES:
         raise ValueError(f"unknown need {what!r}; known: {', '.join(_PROBES)}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -339,3 +341,31 @@ def test_what_a_failed_attempt_held_is_let_go_before_the_next_begins(rank: _Rank
     rank.run(attempt)
     rank.agent.join()
     assert len(models) == 2
+
+
+def test_a_module_being_imported_is_not_left_half_done_when_a_rank_is_urged_out(
+    rank: _Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_import.py").write_text(
+        "import signal, import_gate\n"
+        "import_gate.free.wait()\n"
+        "signal.raise_signal(signal.SIGRTMIN + 4)\n"
+        "whole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "import_gate", rank.groups)
+    rank.agent.answers = [_go(1), _go(2), _finish]
+    whole: list[bool] = []
+
+    def attempt(world: World) -> str:
+        if world.round == 1:
+            rank.channel.send(Abort(round=1, reason="rank 0 failed"))
+            whole.append(importlib.import_module("slow_import").whole)
+            signal.raise_signal(_LEAVE_SIGNAL)
+            raise AssertionError("it was not urged out after the import")
+        return "done"
+
+    assert rank.run(attempt) == "done"
+    rank.agent.join()
+    sys.modules.pop("slow_import")
+    assert whole == [True]
