@@ -140,9 +140,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
     return made
 
 
-def test_settings_of_the_launcher_are_refused_in_a_rank(
-    engine: _Engine, runtime: _Runtime
-) -> None:
+def test_settings_of_the_launcher_are_refused_in_a_rank(engine: _Engine, runtime: _Runtime) -> None:
     settings: dict[str, Any] = {"run.grace_s": 3.0, "checkpoint.every_steps": 5, "rank.spares": 0}
     with pytest.raises(UsageError, match=r"cannot set rank\.spares, run\.grace_s") as found:
         keepstep.run(lambda job: None, settings=settings)
