@@ -50,7 +50,7 @@ class Heartbeat(Protocol):
         """A named span with its own limit."""
 
     def close(self) -> None:
-        """Stop; no limit applies afterwards."""
+        """No step is in progress any more; a later ``beat`` begins again."""
 
 
 @runtime_checkable

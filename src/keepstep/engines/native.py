@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from keepstep.config import Config
 from keepstep.engines import Engine, Saver
 from keepstep.ports import PendingWrite, Restarter
+from keepstep.rank.heartbeat import NativeHeartbeat
 from keepstep.rank.progress import LaunchedProgress, SaveEvents
 from keepstep.rank.restart import Groups, NativeRestarter
 from keepstep.rank.runtime import Runtime
@@ -25,7 +26,7 @@ class NativeEngine(Engine):
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self._config = config
         self._runtime = runtime
-        self.progress = LaunchedProgress(runtime)
+        self.progress = LaunchedProgress(runtime, NativeHeartbeat(runtime))
         self._writer: NativeShardWriter | None = None
         self._restarter: NativeRestarter | None = None
 

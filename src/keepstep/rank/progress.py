@@ -11,6 +11,7 @@ from typing import Protocol
 
 from keepstep import events
 from keepstep.clock import SYSTEM
+from keepstep.ports import Heartbeat
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Phase
 from keepstep.wire.messages import StopAck, StopAt
@@ -52,19 +53,20 @@ class NoProgress:
 
 
 class LaunchedProgress:
-    """A rank of ``keepstep run``."""
+    """A rank of ``keepstep run``; ``heartbeat`` is the engine's."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, heartbeat: Heartbeat) -> None:
         self._runtime = runtime
+        self._heartbeat = heartbeat
         runtime.control.on_stop = self._answer
 
     def begin_step(self, step: int | None) -> None:
         """``step`` is in progress; None: no step's limit applies any more."""
         self._runtime.driven = True  # a Job counts: optimizer steps no longer do
         if step is None:
-            self._runtime.enter(Phase.SCRIPT)
+            self._heartbeat.close()
         else:
-            self._runtime.begin_step(step)
+            self._heartbeat.beat(step)
 
     def end_step(self, step: int, loss: float | None) -> None:
         """``step`` is completed; a fault due in it that no optimizer step met fires first."""
@@ -73,7 +75,7 @@ class LaunchedProgress:
 
     def section(self, name: str) -> AbstractContextManager[None]:
         """A named span with its own limit and category."""
-        return self._runtime.section(name)
+        return self._heartbeat.section(name)
 
     def stop_due(self, step: int, round: int) -> bool:
         """Whether the run stops after ``step``; waits until all ranks agree on the step."""

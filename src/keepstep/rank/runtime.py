@@ -105,6 +105,10 @@ class Runtime:
         self.board.end_step(step, seconds, math.nan if loss is None else loss)
         self.recorder.emit(events.StepEnd(s=round(seconds, 6), loss=loss), step=step)
 
+    def leave_steps(self) -> None:
+        """The loop is over: what follows is not a step."""
+        self.enter(Phase.SCRIPT)
+
     def enter(self, phase: Phase, label: str = "") -> None:
         """The main thread is now in ``phase``."""
         self.board.enter(phase, SYSTEM.mono(), label)
