@@ -11,7 +11,7 @@ class NativeHeartbeat:
     """Implements ``ports.Heartbeat``.
 
     The runtime's own thread shows that the interpreter lives.
-    ."""
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
