@@ -1,0 +1,51 @@
+"""A run that is launched again in the same folder goes on where it was, to the same weights."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.training.gated_run import Launch, undisturbed
+
+
+def test_a_run_whose_agent_is_killed_goes_on_to_the_undisturbed_weights_twice_in_a_row(
+    tmp_path: Path,
+) -> None:
+    for name, resume, stop in (("first", 0, 8), ("second", 5, 22)):
+        with Launch(tmp_path, name, closed=[f"step-{stop}"]) as job:
+            job.at(f"step-{stop}")
+            job.committed_is(stop // 5 * 5)
+            job.signal(signal.SIGKILL)
+        # Leaving the block asserts that no process and no shared memory is left.
+        assert job.resumes() == [resume]
+        job.open(f"step-{stop}")
+    with Launch(tmp_path, "third") as job:
+        assert job.end() == 0, job.ending
+    assert job.resumes() == [20]
+    assert job.commits() == [25, 30]
+    assert (job.digest, job.record()) == undisturbed()
+
+
+def test_more_steps_go_on_from_the_end_and_as_many_steps_do_nothing(tmp_path: Path) -> None:
+    with Launch(tmp_path, "first", steps=7) as job:
+        assert job.end() == 0, job.ending
+    assert job.commits() == [5, 7]
+    with Launch(tmp_path, "again", steps=7) as again:
+        assert again.end() == 0, again.ending
+    assert again.resumes() == [7]
+    assert again.commits() == [] and again.events("step.end") == []
+    assert again.digest == job.digest
+    with Launch(tmp_path, "longer", steps=12) as longer:
+        assert longer.end() == 0, longer.ending
+    assert longer.resumes() == [7]
+    assert longer.commits() == [10, 12]
+    assert sorted({event.step or 0 for event in longer.events("step.end")}) == [8, 9, 10, 11, 12]
+
+
+def test_data_rates_and_random_numbers_of_each_step_are_the_same_after_faults(
+    tmp_path: Path,
+) -> None:
+    with Launch(tmp_path, faults=["kill@8:1", "exception@13:0", "exit@21:0"]) as job:
+        assert job.end() == 0, job.ending
+    assert job.resumes() == [0, 5, 10, 20]
+    assert (job.digest, job.record()) == undisturbed()
