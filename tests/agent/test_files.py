@@ -49,7 +49,7 @@ def test_what_a_dead_rank_left_in_its_ring_is_kept_and_its_board_is_closed(
     files.end(agents)
     files.close()
     assert (tmp_path / "events" / "rank-0.jsonl").read_bytes() == b"last words\n"
-    with pytest.raises(ValueError, match="closed|released"):
+    with pytest.raises(ValueError, match=r"closed|released"):
         _ = agents.step
     ranks.close()
 
@@ -94,3 +94,14 @@ def test_events_that_storage_does_not_take_wait_until_it_does(tmp_path: Path) ->
         assert (tmp_path / name).read_bytes() == b"".join(lines)
     for board in (agents, ranks):
         board.close()
+
+
+def test_a_file_that_cannot_be_opened_yet_gets_all_its_lines_later(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    files = EventFiles(folder, "agent.jsonl")
+    folder.rmdir()  # as if the storage were gone for a while
+    files.put(b"one\n")
+    files.put(b"two\n")
+    folder.mkdir()
+    files.close()
+    assert (folder / "agent.jsonl").read_bytes() == b"one\ntwo\n"

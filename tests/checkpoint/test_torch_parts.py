@@ -109,7 +109,7 @@ def test_extra_state_of_modules_is_kept(tmp_path: Path) -> None:
     restore(tmp_path, {"model": other})
     assert isinstance(other[0], Counting)
     assert (other[0].calls, other[0].scale.tolist()) == (5, [2, 2, 2])
-    with pytest.raises(CheckpointMismatch, match="extra_state|extra state"):
+    with pytest.raises(CheckpointMismatch, match=r"extra_state|extra state"):
         restore(tmp_path, {"model": nn.Sequential(nn.Linear(1, 1))})
 
 

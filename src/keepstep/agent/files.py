@@ -16,10 +16,14 @@ _MOST_WAITING = 64 << 20
 
 
 class _Sink:
-    """One file; what it does not take now is tried again with the next write."""
+    """One file; what it does not take now is tried again with the next write.
+
+    It is opened by the first write, so on the thread that may wait for storage.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._path = path
+        self._file: BinaryIO | None = None
         self._waiting = bytearray()
 
     def write(self, lines: list[bytes]) -> None:
@@ -27,14 +31,17 @@ class _Sink:
         if len(self._waiting) < _MOST_WAITING:
             self._waiting += b"".join(lines)
         try:
-            while self._waiting:
+            if self._file is None and self._waiting:
+                self._file = self._path.open("ab", buffering=0)
+            while self._waiting and self._file is not None:
                 del self._waiting[: self._file.write(self._waiting)]
         except OSError:
             return  # a full disk must not end a run; the numbers of the events show the gap
 
     def close(self) -> None:
         """Close; what the file never took is lost."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class EventFiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,7 @@ def make(ticket: int, logs: Path, zygote: Channel[Any]) -> RankProcess:
         1: logs / f"parked-{ticket:04d}.stdout.log",
         2: logs / f"parked-{ticket:04d}.stderr.log",
     }
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    files = [os.open(paths[stream], flags, 0o644) for stream in (1, 2)]
+    files = [_log(paths[stream]) for stream in (1, 2)]
     with theirs:
         zygote.send(Spawn(ticket=ticket), (theirs.fileno(), board_fd, *files))
     board = shm.Board(board_fd)
@@ -74,12 +74,22 @@ def make(ticket: int, logs: Path, zygote: Channel[Any]) -> RankProcess:
     return RankProcess(ticket=ticket, channel=channel, board=board, logs=paths)
 
 
+def _log(path: Path) -> int:
+    """A new log file, open for appending; nowhere if the disk has no room for it."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_CREAT, 0o644)
+    except OSError:
+        return os.open(os.devnull, flags)
+
+
 def name_logs(process: RankProcess, folder: Path) -> None:
     """Rename the log files after the rank and incarnation that the process has now."""
     for stream, name in ((1, "stdout"), (2, "stderr")):
         path = folder / f"rank-{process.rank:05d}-{process.inc:03d}.{name}.log"
-        os.replace(process.logs[stream], path)
-        process.logs[stream] = path
+        with contextlib.suppress(OSError):  # a full disk costs the log, not the run
+            os.replace(process.logs[stream], path)
+            process.logs[stream] = path
 
 
 def drop_parked_logs(process: RankProcess) -> None:

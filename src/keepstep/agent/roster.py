@@ -163,7 +163,7 @@ class Roster:
         hidden = spec.redirects.get(process.rank, 0)
         prefix = f"[rank {process.rank}] " if spec.nproc > 1 else ""
         for stream in (1, 2):
-            if not hidden & stream:
+            if not hidden & stream and process.logs[stream].exists():
                 self._tails.add(process.ticket, stream, process.logs[stream], prefix)
 
     def kill(self, process: RankProcess) -> None:

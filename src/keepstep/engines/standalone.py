@@ -6,6 +6,7 @@ ends the script as it always did.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -42,11 +43,22 @@ class StandaloneEngine(Engine):
         return StandaloneSaver(self._checkpointer)
 
     def close(self) -> None:
-        """Wait for the last save, then end the writer."""
-        if self._checkpointer is not None:
-            self._checkpointer.finalize(self._config.checkpoint.write_limit_s)
-            self._checkpointer.close()
-            self._checkpointer = None
+        """Wait for the last save, then end the writer.
+
+        While an exception of the script is under way a save in flight gets only a short time, and
+        its failure does not hide that exception.
+
+        Raises:
+            SaveFailed: the last save did not commit; the writer is ended all the same.
+        """
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is None:
+            return
+        try:
+            if sys.exc_info()[0] is None:
+                checkpointer.finalize(self._config.checkpoint.write_limit_s)
+        finally:
+            checkpointer.__exit__(*sys.exc_info())
 
 
 class StandaloneSaver:

@@ -60,10 +60,7 @@ def run_script(runtime: Runtime) -> int:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(line_buffering=True)
-    start = runtime.start
-    # Kept open for the life of the process: the handler writes to the descriptor.
-    runtime.stack_file = stack_file(runtime.run_dir, start.rank, start.inc).open("w")
-    faulthandler.register(STACK_SIGNAL, file=runtime.stack_file, all_threads=True)
+    _answer_stack_signal(runtime)
     runtime.control.start()
     _install_hooks(runtime)
     runtime.start_beating()
@@ -72,6 +69,16 @@ def run_script(runtime: Runtime) -> int:
     runtime.enter(Phase.EXIT)
     _exit_functions()
     return code
+
+
+def _answer_stack_signal(runtime: Runtime) -> None:
+    path = stack_file(runtime.run_dir, runtime.start.rank, runtime.start.inc)
+    try:
+        # Kept open for the life of the process: the handler writes to the descriptor.
+        runtime.stack_file = path.open("w")
+    except OSError:
+        return  # the agent asks only ranks whose file is there
+    faulthandler.register(STACK_SIGNAL, file=runtime.stack_file, all_threads=True)
 
 
 def _install_hooks(runtime: Runtime) -> None:
