@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpoint import layout
-from keepstep.checkpoint.writer import owner
 from keepstep.goodput.report import build, to_json
 from tests.training.gated_run import Launch, flip, keepstep, tree, undisturbed
 
@@ -181,24 +181,33 @@ def test_training_goes_on_while_storage_is_frozen_and_all_is_committed_after(
         subprocess.run(["umount", disk], check=True)
 
 
-def test_a_writer_that_is_killed_is_replaced_and_no_save_is_lost(tmp_path: Path) -> None:
-    with Launch(tmp_path, closed=["step-12"]) as job:
-        job.at("step-12")
+def test_a_writer_that_is_killed_in_a_save_is_replaced_and_no_save_is_lost(
+    tmp_path: Path,
+) -> None:
+    with Launch(tmp_path, closed=["step-8", "step-12"]) as job:
+        job.at("step-8")
+        job.committed_is(5)
         writer = job.helper("checkpoint.writer_process")
-        subprocess.run(["kill", "-9", str(writer)], check=True)
+        os.kill(writer, signal.SIGSTOP)
+        job.open("step-8")
+        job.at("step-12")  # step 10 is staged
+        os.kill(writer, signal.SIGKILL)
+        job.committed_is(10)
         job.open("step-12")
         assert job.end() == 0, job.ending
     assert job.commits() == [5, 10, 15, 20, 25, 30]
     assert job.causes() == []
-    assert job.said("writer", "signal 9") == 1
+    assert job.said("writer", "signal 9", "2 unfinished shards") == 1
     assert job.digest == undisturbed()[0]
 
 
-def test_each_checkpoint_says_which_version_it_is(tmp_path: Path) -> None:
-    with Launch(tmp_path, steps=6) as job:
-        assert job.end() == 0, job.ending
-    versions = [owner(job.checkpoints / name) for name in layout.list_folders(job.checkpoints)]
-    assert [(v.step, v.term, v.round, v.world) for v in versions if v] == [
-        (5, 1, 1, 2),
-        (6, 1, 1, 2),
-    ]
+def test_writers_that_end_one_after_the_other_end_the_run_with_70(tmp_path: Path) -> None:
+    with Launch(tmp_path, closed=["step-2"]) as job:
+        job.at("step-2")
+        for number in range(1, 5):
+            os.kill(job.helper("checkpoint.writer_process"), signal.SIGKILL)
+            if number < 4:
+                job.until(lambda: job.said("another one takes over") == number, "it is replaced")  # noqa: B023
+        assert job.end() == 70
+    assert "the writer process ended before the job did" in job.ending
+    assert "writer.log" in job.ending
