@@ -44,10 +44,11 @@ def test_the_offered_one_and_the_last_committed_ones_always_stay(
     assert min(len(infos), keep_last) <= len(kept) <= keep_last + 1
     if infos:
         assert max(infos, key=catalog.age) in kept
-        assert max(info.created for info in infos) in [info.created for info in kept]
+        assert max(infos, key=retention.lineage) in kept
     offered = max(infos, key=catalog.age, default=None)
     for info in removed:
-        assert all(info.created <= other.created for other in kept if other != offered)
+        line = retention.lineage(info)
+        assert all(line <= retention.lineage(other) for other in kept if other != offered)
 
 
 @given(_INFOS, st.integers(1, 5))
@@ -91,3 +92,8 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     (tmp_path / folder / "rank-00000.safetensors").unlink()
     assert retention.apply(tmp_path, 1) == ["step-00000001"]
     assert [info.step for info in catalog.committed(tmp_path)] == [2]
+
+
+def test_saves_that_commit_in_the_other_order_are_kept_by_their_place_in_training() -> None:
+    first, second, third = _info(1, 11.0), _info(2, 10.0), _info(3, 12.0)
+    assert retention.to_remove([third, first, second], 2) == [first]

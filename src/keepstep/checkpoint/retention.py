@@ -12,9 +12,10 @@ from keepstep.checkpoint.catalog import CheckpointInfo
 def to_remove(infos: Sequence[CheckpointInfo], keep_last: int) -> list[CheckpointInfo]:
     """The checkpoints that ``keep_last`` no longer covers, oldest first.
 
-    Kept are the ``keep_last`` that were committed last, and always the one with the highest (step,
-    term, round): it is the one that a restore takes. After a rollback these are not the same ones;
-    the checkpoint just committed must not lose its place to a higher step of an abandoned round.
+    Kept are the ``keep_last`` latest by (term, round, step), and always the one with the highest
+    step: it is the one that a restore takes. After a rollback these are not the same ones; the
+    checkpoint just committed must not lose its place to a higher step of an abandoned round. The
+    time of the commit does not count: two saves may commit in the other order.
 
     Args:
         infos: Committed checkpoints in any order.
@@ -22,9 +23,15 @@ def to_remove(infos: Sequence[CheckpointInfo], keep_last: int) -> list[Checkpoin
     """
     if keep_last <= 0 or not infos:
         return []
-    by_commit = sorted(infos, key=lambda info: (info.created, *catalog.age(info)))
+    in_line = sorted(infos, key=lineage)
     offered = max(infos, key=catalog.age)
-    return [info for info in by_commit[:-keep_last] if info.folder != offered.folder]
+    return [info for info in in_line[:-keep_last] if info.folder != offered.folder]
+
+
+def lineage(info: CheckpointInfo) -> tuple[int, int, int, float]:
+    """Sort key: the order in which training came by the checkpoints."""
+    version = info.version
+    return (version.term, version.round, version.step, info.created)
 
 
 def apply(root: Path, keep_last: int) -> list[str]:

@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from keepstep import events, policy
 from keepstep.config import Config
 from keepstep.coordinator.episode import Episode, early_report, ended_report, failed_report
@@ -185,8 +187,11 @@ class Rounds:
             failure=failed.failure, error=failed.error, location=failed.location
         )
         self._emit(about, rank=rank, step=failed.step)
-        if failed.failure == "checkpoint" and not failed.fatal and self._folder:
-            self._refuse_checkpoint(failed.error)
+        if failed.failure == "checkpoint" and not failed.fatal:
+            if self._folder:
+                self._refuse_checkpoint(failed.error)
+            else:  # not of ours: the script's own error
+                failed = msgspec.structs.replace(failed, failure="exception")
         member.told = member.told or failed.failure == "exception"
         member.seqs = failed.seqs
         self._failure(failed_report(rank, failed), member.state, failed.stack, now)

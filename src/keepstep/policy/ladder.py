@@ -125,8 +125,10 @@ def _exhausted(
     for record in reversed(history):
         if progress.beyond(record):
             break
-        in_vain += 1
-    if in_vain + 1 > settings.max_without_progress:
+        in_vain += record.key.kind != "checkpoint"
+    # A damaged checkpoint is never tried twice, so these failures end by themselves, with an older
+    # one that is good or with none.
+    if failure.cause != "checkpoint" and in_vain + 1 > settings.max_without_progress:
         spent = f"{in_vain} restarts in a row brought no new step"
         limit = f"restart.max_without_progress is {settings.max_without_progress}"
     elif 0 <= settings.max_restarts < len(history) + 1:
