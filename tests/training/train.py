@@ -14,8 +14,8 @@ from tests.process.job import Job
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_fsdp.py"
 LIMIT_S = 240.0
 PATIENT = ("--set", "restart.pg_timeout_s=10", "--set", "restart.abort_limit_s=30")
-"""Very rarely gloo forgets a send when a round is aborted (see rank/groups.py). Then the rank is free
-after the time limit of its collective; by default it would be replaced before that."""
+"""Very rarely gloo forgets a send when a round is aborted (see rank/groups.py). Then the rank is
+free after the time limit of its collective; by default it would be replaced before that."""
 STEPS = 30
 EVERY = 5
 

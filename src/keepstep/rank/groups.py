@@ -8,9 +8,9 @@ Only the reading side is shut down, after what is being sent has left, and the c
 until every rank is out: gloo tells waiting receives about a closed connection, but forgets a send
 that is partly written or that finds the connection gone (``Pair::signalException`` passes over
 ``Op::ubuf``, and a buffer taken off the pending sends is in no list while it is written; gloo of
-torch 2.13). A rank left waiting for such a send (its peer was killed in the middle of a transfer, or,
-in 3 of over 2,000 restarts after an exception, for a reason not found yet) is ended and replaced
-after ``restart.abort_limit_s``. On NCCL the backend's own ``abort`` is used.
+torch 2.13). A rank left waiting for such a send (its peer was killed in the middle of a transfer,
+or, in 3 of over 2,000 restarts after an exception, for a reason not found yet) is ended and
+replaced after ``restart.abort_limit_s``. On NCCL the backend's own ``abort`` is used.
 """
 
 from __future__ import annotations
