@@ -86,6 +86,7 @@ def heartbeat() -> None:
     """Show progress from a loop that uses nothing else of keepstep; free without the launcher."""
     runtime = current()
     if runtime is not None:
+        runtime.driven = True  # the loop counts: optimizer steps no longer do
         runtime.end_step(runtime.step, None) if runtime.step else None
         runtime.begin_step(runtime.step + 1)
 
