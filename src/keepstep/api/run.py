@@ -85,10 +85,12 @@ def restartable(function: Callable[..., T]) -> Callable[..., T]:
 def heartbeat() -> None:
     """Show progress from a loop that uses nothing else of keepstep; free without the launcher."""
     runtime = current()
-    if runtime is not None:
-        runtime.driven = True  # the loop counts: optimizer steps no longer do
-        runtime.end_step(runtime.step, None) if runtime.step else None
-        runtime.begin_step(runtime.step + 1)
+    if runtime is None:
+        return
+    runtime.driven = True  # the loop counts: optimizer steps no longer do
+    if runtime.step:
+        runtime.end_step(runtime.step, None)
+    runtime.begin_step(runtime.step + 1)
 
 
 def _configured(runtime: Runtime | None, settings: Mapping[str, object]) -> Config:
