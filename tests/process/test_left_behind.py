@@ -55,7 +55,21 @@ def test_nothing_outlives_an_agent_that_was_killed(tmp_path: Path, method: str) 
         wait_until(lambda: not any(map(lives, everything)), "all have ended", GONE_S)
 
 
-@pytest.mark.parametrize("helper", ["coordinator", "rank.zygote", "checkpoint.writer"])
+def test_a_writer_that_was_killed_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    with _job(tmp_path) as job:
+        ranks = job.running()
+        first = job.helper("checkpoint.writer")
+        os.kill(first, signal.SIGKILL)
+        job.until(lambda: "another one takes over" in job.err, "the agent says so")
+        second = job.helper("checkpoint.writer")
+        assert second != first
+        finish_file(tmp_path).touch()
+        assert job.wait() == 0
+        assert job.rank_pids() == ranks
+        assert not lives(second)
+
+
+@pytest.mark.parametrize("helper", ["coordinator", "rank.zygote"])
 def test_a_helper_that_was_killed_ends_the_job_as_a_bug_and_everything_with_it(
     tmp_path: Path, helper: str
 ) -> None:

@@ -32,12 +32,12 @@ def _raised(error: BaseException) -> BaseException:
         (CheckpointCorrupt("x"), "checkpoint"),
         (CheckpointMismatch("x"), "mismatch"),
         (SaveFailed("x"), "save"),
-        (UsageError("the store: connection refused"), "exception"),
+        (UsageError("the store: connection refused"), "usage"),
         (KeyboardInterrupt(), "exception"),
     ],
 )
 def test_the_kind_follows_from_type_and_text(error: BaseException, kind: str) -> None:
-    assert describe(_raised(error)).failure == kind
+    assert describe(_raised(error)).kind == kind
 
 
 def test_a_time_out_counts_as_a_collectives_only_inside_torch(tmp_path: Path) -> None:
@@ -76,3 +76,11 @@ def test_an_error_without_traceback_has_no_place() -> None:
     about = describe(ValueError("made, not raised"))
     assert about.location == ""
     assert about.stack == "Traceback (most recent call last):\nValueError: made, not raised\n"
+
+
+def test_a_usage_error_ends_the_job_with_its_code_and_shows_no_traceback() -> None:
+    found = describe(_raised(UsageError("no such backend")))
+    assert (found.kind, found.failure, found.fatal, found.shown) == ("usage", "exception", 64, "")
+    other = describe(_raised(ValueError("bad batch")))
+    assert (other.failure, other.fatal) == ("exception", 0)
+    assert other.shown == other.stack

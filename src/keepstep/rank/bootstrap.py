@@ -89,6 +89,7 @@ def _install_hooks(runtime: Runtime) -> None:
 
         StepHooks(runtime).install()
         runtime.sequence_numbers = torch_private.sequence_numbers
+        torch_private.wrap_init(runtime.accepts_init)
 
 
 def _script(start: Start) -> Callable[[], object]:
@@ -126,10 +127,11 @@ def report(runtime: Runtime, error: BaseException) -> None:
             step=runtime.step,
             t=SYSTEM.mono(),
             stack=about.stack,
+            fatal=about.fatal if about.kind == "usage" else 0,
             fresh=True,
         )
     )
-    sys.stderr.write(about.stack)
+    sys.stderr.write(about.shown or about.stack)
 
 
 def _exit_functions() -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.errors import CheckpointCorrupt, CheckpointMismatch, KeepstepError, SaveFailed
+from keepstep.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    ExitCode,
+    KeepstepError,
+    SaveFailed,
+    UsageError,
+)
 
 _OURS = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -28,13 +35,38 @@ _PEER = (
 )
 
 
+# What the coordinator is told instead: the failure, and the exit code where no restart can help.
+_TOLD = {
+    "mismatch": ("checkpoint", ExitCode.CHECKPOINT),
+    "save": ("save", ExitCode.CHECKPOINT),
+    "usage": ("exception", ExitCode.USAGE),
+}
+# These are not errors in the script's code, or another rank shows them: no traceback is printed.
+_PLAIN = ("peer_lost", "checkpoint", "mismatch", "save", "usage")
+
+
 class Description(msgspec.Struct, frozen=True, kw_only=True):
     """An exception for people and for the policy."""
 
-    failure: str
+    kind: str
     error: str
     location: str
     stack: str
+
+    @property
+    def failure(self) -> str:
+        """What the coordinator is told."""
+        return _TOLD[self.kind][0] if self.kind in _TOLD else self.kind
+
+    @property
+    def fatal(self) -> int:
+        """The exit code where a restart cannot help, else 0."""
+        return int(_TOLD[self.kind][1]) if self.kind in _TOLD else 0
+
+    @property
+    def shown(self) -> str:
+        """What the rank writes to its error output."""
+        return "" if self.kind in _PLAIN else self.stack
 
 
 def describe(error: BaseException) -> Description:
@@ -50,7 +82,7 @@ def describe(error: BaseException) -> Description:
     text = "".join(traceback.format_exception_only(error)).strip()
     body = "".join(traceback.format_list(kept)) if kept else ""
     return Description(
-        failure=_kind(error),
+        kind=_kind(error),
         error=text,
         location=f"{last.filename}:{last.lineno}" if last else "",
         stack=f"Traceback (most recent call last):\n{body}{text}\n",
@@ -68,6 +100,8 @@ def _kind(error: BaseException) -> str:
         return "mismatch"
     if isinstance(error, SaveFailed):
         return "save"
+    if isinstance(error, UsageError):
+        return "usage"
     if isinstance(error, KeepstepError) or not isinstance(error, RuntimeError):
         return "exception"
     text = str(error).lower()

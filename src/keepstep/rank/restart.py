@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 from keepstep.clock import SYSTEM
-from keepstep.errors import ExitCode, RestartSignal
+from keepstep.errors import RestartSignal
 from keepstep.rank.failure import describe
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Phase
@@ -177,26 +177,22 @@ class NativeRestarter:
             self._seqs = self._groups.sequence_numbers()
         if error is not None and self._control.aborting_round < self._round:
             about = describe(error)
-            fatal = {"mismatch": ExitCode.CHECKPOINT, "save": ExitCode.CHECKPOINT}
             self._control.send(
                 Failed(
                     inc=runtime.start.inc,
                     round=self._round,
-                    failure="checkpoint" if about.failure == "mismatch" else about.failure,
+                    failure=about.failure,
                     error=about.error,
                     location=about.location,
                     step=runtime.step,
                     t=now,
                     stack=about.stack,
-                    fatal=fatal.get(about.failure, 0),
+                    fatal=about.fatal,
                     fresh=self._attempts == 1,
                     seqs=self._seqs,
                 )
             )
-            # A lost peer is a consequence: the guilty rank shows its own. What is wrong with a
-            # checkpoint is not in the script's code; the coordinator tells it.
-            if about.failure not in ("peer_lost", "checkpoint", "mismatch", "save"):
-                sys.stderr.write(about.stack)
+            sys.stderr.write(about.shown)
         runtime.enter(Phase.WAIT)
         _drop(error)
         self._control.wait_abort(self._round)

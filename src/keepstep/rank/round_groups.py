@@ -59,6 +59,7 @@ class RoundGroups:
             size=world.size,
             timeout_s=settings.pg_timeout_s,
         )
+        self._runtime.own_backend = backend
         self._runtime.desync = self._desync_group(settings.pg_timeout_s) if desync else None
 
     def _desync_group(self, timeout_s: float) -> Desync:
@@ -74,6 +75,7 @@ class RoundGroups:
     def destroy(self) -> None:
         """Take all groups down."""
         self._runtime.desync = None
+        self._runtime.own_backend = ""
         self._groups.destroy()
         self._store = None
 

@@ -7,6 +7,7 @@ that was not started by ``keepstep run`` has none.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,9 @@ class Runtime:
         self.desync: Callable[[bool], None] | None = None
         """Set per round when the plan has a desync fault: True for the rank that skips."""
         self.desync_due: set[int] = set()
+        self.own_backend = ""
+        """Backend of the process group that keepstep made; empty while there is none."""
+        self._warned = False
         self.stack_file: TextIO | None = None
         self._stop_beating = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="keepstep-beat", daemon=True)
@@ -126,6 +130,28 @@ class Runtime:
             seconds = round(SYSTEM.mono() - begun, 6)
             self.recorder.emit(events.SectionEnd(name=name, s=seconds), step=self.step)
             self.enter(phase, label)
+
+    def accepts_init(self, backend: str | None) -> bool:
+        """Whether a script's own ``init_process_group`` is one of what keepstep has made already.
+
+        Raises:
+            UsageError: it asks for another backend.
+        """
+        if not self.own_backend:
+            return False
+        made = self.own_backend.replace(":", ",").split(",")
+        if backend not in (None, "", self.own_backend, *made):
+            raise UsageError(
+                f"the script asks for the backend {backend}, keepstep.run has made {made[-1]}",
+                advice=f"leave init_process_group out, or set restart.backend = {backend}",
+            )
+        if self.start.rank == 0 and not self._warned:
+            sys.stderr.write(
+                "keepstep: warning: init_process_group in the script does nothing: keepstep.run "
+                "has made the process group already\n"
+            )
+        self._warned = True
+        return True
 
     # --- injected faults ------------------------------------------------------------------------
 

@@ -45,6 +45,28 @@ def wrap_group_creation(around: Callable[[], AbstractContextManager[None]]) -> C
     return lambda: setattr(c10d, _HELPER, original)
 
 
+def wrap_init(accept: Callable[[str | None], bool]) -> Callable[[], None]:
+    """Let ``init_process_group`` do nothing where ``accept(backend)`` says so.
+
+    The name is public; replacing it is not, but it is the only way to let a script keep its call.
+
+    Returns:
+        What undoes it.
+    """
+    original = c10d.init_process_group
+
+    def wrapped(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if not (c10d.is_initialized() and accept(backend)):
+            original(backend, *args, **kwargs)
+
+    def put(function: Callable[..., Any]) -> None:
+        for module in (c10d, torch.distributed):
+            setattr(module, "init_process_group", function)  # noqa: B010 - typed as a constant
+
+    put(wrapped)
+    return lambda: put(original)
+
+
 def forget_group_names() -> None:
     """Let the next default group have the first name again, after one that was never completed.
 
