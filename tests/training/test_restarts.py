@@ -53,7 +53,9 @@ def test_threads_descriptors_and_python_objects_do_not_grow(
         early, late = (
             statistics.median(part) for part in (counts[WARM : 2 * WARM], counts[-WARM:])
         )
-        assert late <= early, f"rank {rank}: {counts}"
+        # An object now and then is a cache; one left by every fourth restart would be a leak.
+        slack = RESTARTS // 4 if what == "objects" else 0
+        assert late <= early + slack, f"rank {rank}: {counts}"
 
 
 @pytest.mark.slow
