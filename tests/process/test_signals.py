@@ -109,8 +109,13 @@ def test_ranks_that_flood_their_output_do_not_hold_up_the_agent(tmp_path: Path) 
         os.write(1, b"x\\n" * 20000)
         time.sleep(0.001)
     """
+
+    def flooded() -> bool:
+        sizes = [log.stat().st_size for log in (job.run_dir / "logs").glob("rank-*.stdout.log")]
+        return len(sizes) == 2 and min(sizes) > 16 << 20  # far more than is shown by then
+
     with Job(tmp_path, script, flags=["--set", "run.grace_s=1"]) as job:
-        _ready(job)
+        job.until(flooded, "both ranks have written 16 MiB")
         job.signal(signal.SIGTERM)
         assert job.wait(30.0) == 75
         logs = list((job.run_dir / "logs").glob("*.stdout.log"))

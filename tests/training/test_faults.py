@@ -77,6 +77,20 @@ def test_weights_equal_the_undisturbed_runs_after_every_fault_on_every_rank(
     assert found.digest == undisturbed.digest
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "rank"), [(w, r) for w in (2, 4) for r in range(w)])
+@pytest.mark.parametrize("kind", CAUSE)
+@pytest.mark.needs("root", "cgroup_memory")
+def test_every_fault_alone_on_every_rank(
+    kind: str, world: int, rank: int, tmp_path: Path, undisturbed: Outcome
+) -> None:
+    flags = TIME_OUT if kind == "desync" else HANGS
+    found = train(tmp_path, world, [f"{kind}@13:{rank}"], flags=flags)
+    [fault] = found.faults
+    _check(kind, rank, 13, fault)
+    assert found.digest == undisturbed.digest
+
+
 def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
     first = train(tmp_path / "a", 2, seed=1, steps=6)
     second = train(tmp_path / "b", 2, seed=2, steps=6)
