@@ -5,46 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from keepstep import shm
 from keepstep.config import Config
-from keepstep.config.load import encode
 from keepstep.ports import Heartbeat
 from keepstep.rank.heartbeat import NativeHeartbeat
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Board, Phase
-from keepstep.wire.messages import Start
-
-
-def start(run_dir: str) -> Start:
-    return Start(
-        run="demo",
-        rank=1,
-        local_rank=1,
-        world=2,
-        local_world=2,
-        node=0,
-        inc=0,
-        round=1,
-        env={},
-        mode="script",
-        target="train.py",
-        args=[],
-        config=encode(Config()),
-        run_dir=run_dir,
-    )
+from tests.rank.starts import start
 
 
 @pytest.fixture
-def ends(tmp_path: Any) -> Iterator[tuple[NativeHeartbeat, Board]]:
+def ends(tmp_path: Path) -> Iterator[tuple[NativeHeartbeat, Board]]:
     fd = shm.create()
     rank, agent = Board(fd), Board(fd)
     os.close(fd)
     with contextlib.closing(rank), contextlib.closing(agent):
-        runtime = Runtime(start(str(tmp_path)), Config(), None, rank)  # type: ignore[arg-type]
+        runtime = Runtime(start(tmp_path), Config(), None, rank)  # type: ignore[arg-type]
         yield NativeHeartbeat(runtime), agent
 
 

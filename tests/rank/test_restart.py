@@ -17,7 +17,6 @@ import pytest
 
 from keepstep import shm
 from keepstep.config import Config
-from keepstep.config.load import encode
 from keepstep.errors import CheckpointMismatch
 from keepstep.rank.control import Control
 from keepstep.rank.restart import NativeRestarter, RunStopped
@@ -32,9 +31,9 @@ from keepstep.wire.messages import (
     Go,
     Join,
     Returned,
-    Start,
 )
 from keepstep.wire.types import World
+from tests.rank.starts import start
 
 _LEAVE_SIGNAL = signal.SIGRTMIN + 4
 
@@ -98,23 +97,7 @@ class _Rank:
         fd = shm.create()
         self.board = shm.Board(fd)
         os.close(fd)
-        start = Start(
-            run="r",
-            rank=1,
-            local_rank=1,
-            world=2,
-            local_world=2,
-            node=0,
-            inc=0,
-            round=1,
-            env={},
-            mode="script",
-            target="train.py",
-            args=[],
-            config=encode(Config()),
-            run_dir=str(folder),
-        )
-        self.runtime = Runtime(start, Config(), Control(control), self.board)
+        self.runtime = Runtime(start(folder), Config(), Control(control), self.board)
         self.groups = _Groups()
 
     def run(self, attempt: Callable[[World], object]) -> object:

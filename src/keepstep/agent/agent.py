@@ -47,7 +47,6 @@ from keepstep.wire.messages import (
     SaveBegun,
     ShardDone,
     ShardFailed,
-    ShardWritten,
     SlotFree,
     SlotWanted,
     Spawned,
@@ -294,12 +293,11 @@ class Agent:
         if isinstance(message, Committed):
             return  # only a writer without coordinator commits
         version = message.version
-        done = ShardDone(rank=message.rank, version=version, folder="", bytes=0)
         if isinstance(message, ShardFailed):
             done = ShardDone(
                 rank=message.rank, version=version, folder="", bytes=0, error=message.error
             )
-        elif isinstance(message, ShardWritten):
+        else:
             self._writers_in_vain = 0
             done = ShardDone(
                 rank=message.rank, version=version, folder=message.folder, bytes=message.bytes

@@ -33,10 +33,13 @@ class Learned:
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=WINDOW)
+        self._longest = self._typical = 0.0
 
     def add(self, seconds: float) -> None:
         """The phase took ``seconds`` and ended well."""
         self._seen.append(seconds)
+        # Here, once a step, and not in ``limits``, which is asked for at every look.
+        self._longest, self._typical = max(self._seen), statistics.median(self._seen)
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -49,12 +52,12 @@ class Learned:
             bound_s: The limit while fewer than ``MIN_SAMPLES`` durations are known, and the highest
                 that is ever learned. A longer duration that ended well, or a higher floor, wins.
         """
-        longest = max(self._seen, default=0.0)
+        longest = self._longest
         suspect = kill = bound_s
         if len(self._seen) >= MIN_SAMPLES:
             suspect = SUSPECT_FACTOR * longest + SUSPECT_EXTRA_S
-            typical = statistics.median(self._seen)
-            kill = min(bound_s, max(KILL_OVER_SUSPECT * suspect, KILL_OVER_MEDIAN * typical))
+            usual = max(KILL_OVER_SUSPECT * suspect, KILL_OVER_MEDIAN * self._typical)
+            kill = min(bound_s, usual)
         kill = max(floor_s, kill, longest)
         return Limits(min(suspect, kill), kill)
 

@@ -24,7 +24,7 @@ import stat
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -100,18 +100,13 @@ class GroupSet:
         self._tracked: dict[int, int] = {}
         self._before: dict[int, int] | None = None
         self._aborted = False
-        self._uninstall: Callable[[], None] = lambda: None
         self._keep: list[object] = []
         self._held: list[socket.socket] = []
         self._hooks = (sys.excepthook, sys.excepthook)
 
     def install(self) -> None:
         """Watch every group that is made from now on, by whatever call."""
-        self._uninstall = torch_private.wrap_group_creation(self._watch)
-
-    def uninstall(self) -> None:
-        """Stop watching."""
-        self._uninstall()
+        torch_private.wrap_group_creation(self._watch)
 
     @contextmanager
     def _watch(self) -> Iterator[None]:

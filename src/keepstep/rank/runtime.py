@@ -61,13 +61,12 @@ class Runtime:
         """Backend of the process group that keepstep made; empty while there is none."""
         self._warned = False
         self.stack_file: TextIO | None = None
-        self._stop_beating = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="keepstep-beat", daemon=True)
 
     # --- heartbeat ------------------------------------------------------------------------------
 
     def start_beating(self) -> None:
-        """Start the heartbeat thread."""
+        """Start the heartbeat thread; it lives as long as the process."""
         self._beats.start()
 
     def _beat(self) -> None:
@@ -79,13 +78,7 @@ class Runtime:
                 self.board.put_sequence_numbers(numbers)
                 told = numbers
             self.board.beat(SYSTEM.mono(), sum(numbers.values()))
-            if self._stop_beating.wait(interval):
-                return
-
-    def stop_beating(self) -> None:
-        """End the heartbeat thread."""
-        self._stop_beating.set()
-        self._beats.join()
+            SYSTEM.sleep(interval)
 
     # --- rounds and steps -------------------------------------------------------------------------
 

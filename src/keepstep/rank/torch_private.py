@@ -31,27 +31,23 @@ def problems() -> list[str]:
     return found
 
 
-def wrap_group_creation(around: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter ``around()`` whenever torch makes a process group; returns what undoes it."""
+def wrap_group_creation(around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Enter ``around()`` whenever torch makes a process group; for the life of the process."""
     original: Callable[..., Any] | None = getattr(c10d, _HELPER, None)
     if original is None:
-        return lambda: None
+        return
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with around():
             return original(*args, **kwargs)
 
     setattr(c10d, _HELPER, wrapped)
-    return lambda: setattr(c10d, _HELPER, original)
 
 
-def wrap_init(accept: Callable[[str | None], bool]) -> Callable[[], None]:
-    """Let ``init_process_group`` do nothing where ``accept(backend)`` says so.
+def wrap_init(accept: Callable[[str | None], bool]) -> None:
+    """Let ``init_process_group`` do nothing where ``accept(backend)`` says so, from now on.
 
     The name is public; replacing it is not, but it is the only way to let a script keep its call.
-
-    Returns:
-        What undoes it.
     """
     original = c10d.init_process_group
 
@@ -59,12 +55,8 @@ def wrap_init(accept: Callable[[str | None], bool]) -> Callable[[], None]:
         if not (c10d.is_initialized() and accept(backend)):
             original(backend, *args, **kwargs)
 
-    def put(function: Callable[..., Any]) -> None:
-        for module in (c10d, torch.distributed):
-            setattr(module, "init_process_group", function)  # noqa: B010 - typed as a constant
-
-    put(wrapped)
-    return lambda: put(original)
+    for module in (c10d, torch.distributed):
+        setattr(module, "init_process_group", wrapped)  # noqa: B010 - typed as a constant
 
 
 def forget_group_names() -> None:
