@@ -203,3 +203,13 @@ def test_what_can_be_a_consequence_waits_for_the_other_ranks_or_the_time(report:
     assert not at(1.9, {0, 1})
     assert at(1.1, {1, 2})
     assert at(2.0, set())
+
+
+def test_a_rank_that_times_out_late_is_not_blamed_for_the_one_that_skipped() -> None:
+    def report(rank: int, t: float, **seqs: int) -> Report:
+        return Report(rank=rank, t=t, kind="timeout", step=7, seqs=seqs)
+
+    held = [report(0, 1.0, dp=133, check=1), report(1, 1.001, dp=133, check=1)]
+    late = report(2, 1.05, dp=133, check=1)
+    skipped = report(3, 1.01, dp=134, check=0)
+    assert attribute([*held, late, skipped], world=4).guilty == 3

@@ -139,7 +139,11 @@ def test_a_second_rank_is_killed_while_the_first_one_is_replaced(
     levels = {fault["level"] for fault in found.faults}
     assert levels == {"rank"} and 1 <= len(found.faults) <= 2
     assert found.faults[0]["kind"] == "kill" and found.faults[0]["rank"] == 1
-    exits = [e.rank for e in found.events if e.kind == "rank.exit" and e.data["code"] == -9]
+    exits = [
+        e.rank
+        for e in found.events  # a rank that gloo held was ended by keepstep, not by this test
+        if e.kind == "rank.exit" and e.data["code"] == -9 and not e.data.get("by_us")
+    ]
     assert sorted(rank for rank in exits if rank is not None) == (
         [1, 2] if second == "survivor" else [1, 1]
     )

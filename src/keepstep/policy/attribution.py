@@ -276,20 +276,23 @@ def _laggard(
     waiters = {rank for rank, t in times.items() if t - first <= SAME_TIME_S}
     behind: dict[int, str] = {}
     alone: set[int] = set()
+    ahead: set[int] = set()
     for group in sorted({name for by_group in seqs.values() for name in by_group}):
         entered = {rank: seqs[rank][group] for rank in range(world) if group in seqs[rank]}
         top = max(entered.values())
         if not any(entered.get(rank) == top for rank in waiters):
             continue
         late = [rank for rank, count in entered.items() if count < top]
+        ahead.update(set(entered) - set(late) if late else ())
         if len(late) == 1 and len(entered) > 2:
             alone.update(late)
         for rank in late:
             text = f"had entered {entered[rank]} collectives of group {group}, the others {top}"
             behind.setdefault(rank, text)
-    guilty = sorted(set(behind) - waiters)
-    if not guilty and len(alone) == 1:
-        guilty = sorted(alone)
+    # A rank that is ahead in another group is held up there itself, however late it timed out.
+    guilty = sorted(set(behind) - waiters - ahead)
+    if not guilty:
+        guilty = sorted(alone) if len(alone) == 1 else sorted(set(behind) - waiters)
     if len(guilty) == 1:
         return guilty[0], behind[guilty[0]]
     if guilty:
