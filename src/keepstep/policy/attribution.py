@@ -33,7 +33,7 @@ DEFINITE = frozenset(
 )
 KINDS = SYMPTOMS | DEFINITE
 PROCESS_GONE = frozenset({"killed", "oom", "exit", "hang"})
-SAME_TIME_S = 0.02
+SAME_TIME_S = 0.1
 """Time-outs this close together, in seconds, do not tell who began to wait first."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
