@@ -15,11 +15,11 @@ import threading
 from pathlib import Path
 
 from keepstep import events
+from keepstep.checkpoint.lineage import Lineage
 from keepstep.clock import SYSTEM
 from keepstep.config import Config
 from keepstep.coordinator.committer import Committer
 from keepstep.coordinator.kv import Answer, KeyValue
-from keepstep.coordinator.lineage import Lineage
 from keepstep.coordinator.rounds import Rounds
 from keepstep.coordinator.saves import Saves, Settled
 from keepstep.errors import ExitCode

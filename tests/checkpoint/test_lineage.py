@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from keepstep.coordinator.lineage import Lineage
+from keepstep.checkpoint.lineage import Lineage
 from keepstep.errors import CheckpointMismatch, CheckpointNotFound
 from tests.checkpoint.shards import make_version, save
 

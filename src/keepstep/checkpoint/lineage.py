@@ -1,8 +1,9 @@
 """Terms and rounds of a run on shared storage, and which checkpoints they leave behind.
 
-A coordinator claims a term by exclusive creation of ``terms/N`` and appends a line for every round
-that goes on: the step it resumed from. A checkpoint counts only if no later round resumed below its
-step; otherwise it belongs to an abandoned line of training.
+Whoever decides where a run resumes (the coordinator, or rank 0 where there is none) claims a term
+by exclusive creation of ``terms/N`` and appends a line for every round that goes on: the step it
+resumed from. A checkpoint counts only if no later round resumed below its step; otherwise it
+belongs to an abandoned line of training.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lineage:
-    """The history of a run, and the term of this coordinator.
+    """The history of a run, and the term that this instance claimed.
 
     Args:
         run_dir: Run folder. run: Its id. root: Folder of the checkpoints.
