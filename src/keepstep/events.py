@@ -172,11 +172,19 @@ class RankHung(EventData):
 
 @_kind("rank.failed")
 class RankFailed(EventData):
-    """The rank's own code failed: ``failure`` is exception, timeout, peer_lost or checkpoint."""
+    """The rank's own code failed: ``failure`` is exception, timeout, peer_lost or checkpoint.
+
+    The rest is there where no coordinator is told otherwise: ``fatal`` is an exit code where a
+    restart cannot help, ``fresh`` as in ``policy.Report``, ``seqs`` collectives entered by group.
+    """
 
     failure: str
     error: str
     location: str
+    stack: str = ""
+    fatal: int = 0
+    fresh: bool = False
+    seqs: dict[str, int] = {}
 
 
 @_kind("rank.joined")

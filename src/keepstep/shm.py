@@ -55,7 +55,10 @@ class _Word(enum.IntEnum):
     DROPPED = 11  # int: lines that found the ring full (rank)
     STEPS = 12  # int: steps completed by this process
     SEQS = 13  # int: changes of the text at SEQS_AT; odd while it is being written
+    PID = 14  # int: process that took the board by itself (0: the agent knows it)
+    STOP = 15  # int: step after which the rank is to stop, 0: none (watcher)
     LABEL = 16  # 64 bytes of UTF-8: name of the section
+    INC = 24  # int: how many processes have taken the board by themselves
 
 
 def create() -> int:
@@ -140,6 +143,26 @@ class Board:
         self._put_int(_Word.STEP, resume)
         self._put_int(_Word.DONE, resume)
         self._put_int(_Word.ROUND, number)
+
+    def take(self, pid: int) -> int:
+        """Process ``pid`` is the rank now, where no agent says so; clears what was there before.
+
+        Returns:
+            The process's incarnation: 0 for the first that took the board.
+        """
+        incarnation = self._get_int(_Word.INC)
+        self._put_int(_Word.INC, incarnation + 1)
+        for word in (_Word.BEAT, _Word.PROGRESS, _Word.STEP, _Word.DONE, _Word.ROUND, _Word.SEQ):
+            self._put_int(word, 0)
+        for word in (_Word.STEP_S, _Word.LOSS, _Word.STEPS):
+            self._put_int(word, 0)
+        self._put_int(_Word.PID, pid)
+        return incarnation
+
+    @property
+    def stop_step(self) -> int:
+        """The step after which the rank is to stop (0: none)."""
+        return self._get_int(_Word.STOP)
 
     def put_line(self, line: bytes) -> bool:
         """Append ``line`` to the ring; False (and counted) if there is no room."""
@@ -229,6 +252,20 @@ class Board:
     def dropped(self) -> int:
         """Event lines lost because the ring was full."""
         return self._get_int(_Word.DROPPED)
+
+    @property
+    def pid(self) -> int:
+        """The process that took the board by itself (0: none did)."""
+        return self._get_int(_Word.PID)
+
+    @property
+    def incarnation(self) -> int:
+        """Which process in a row has the board (0: the first); only after ``pid`` is set."""
+        return max(0, self._get_int(_Word.INC) - 1)
+
+    def ask_stop(self, step: int) -> None:
+        """The rank is to stop after ``step``; ``stop_step`` tells it."""
+        self._put_int(_Word.STOP, step)
 
     def take_lines(self) -> list[bytes]:
         """Take all complete lines out of the ring."""

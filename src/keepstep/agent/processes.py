@@ -11,6 +11,7 @@ from typing import Any
 from keepstep import shm
 from keepstep.wire.channel import Channel, pair
 from keepstep.wire.messages import FROM_RANK, Go, Spawn
+from keepstep.wire.types import log_file
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ def _log(path: Path) -> int:
 def name_logs(process: RankProcess, folder: Path) -> None:
     """Rename the log files after the rank and incarnation that the process has now."""
     for stream, name in ((1, "stdout"), (2, "stderr")):
-        path = folder / f"rank-{process.rank:05d}-{process.inc:03d}.{name}.log"
+        path = folder / log_file(process.rank, process.inc, name)
         with contextlib.suppress(OSError):  # a full disk costs the log, not the run
             os.replace(process.logs[stream], path)
             process.logs[stream] = path

@@ -57,6 +57,8 @@ class Runtime:
         self.desync: Callable[[bool], None] | None = None
         """Set per round when the plan has a desync fault: True for the rank that skips."""
         self.desync_due: set[int] = set()
+        self.store = ""
+        """HOST:PORT of the store outside the ranks, where another launcher started this rank."""
         self.own_backend = ""
         """Backend of the process group that keepstep made; empty while there is none."""
         self._warned = False

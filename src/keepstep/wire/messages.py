@@ -78,6 +78,24 @@ class Start(Message):
     run_dir: str
 
 
+class Attach(Message):
+    """What a rank of another launcher must know, in the variable ``ATTACH_VARIABLE`` as JSON.
+
+    ``boards`` are the paths of the node's boards by local rank, ``store`` is HOST:PORT of the store
+    outside the ranks; ``mode`` and ``target`` say what to run.
+    """
+
+    run: str
+    run_dir: str
+    log_dir: str
+    node: int
+    boards: list[str]
+    store: str
+    config: bytes
+    mode: str
+    target: str
+
+
 class Go(Message):
     """All ranks joined round ``round``; resume from ``resume`` (0: from the start).
 

@@ -11,6 +11,15 @@ STACK_SIGNAL = signal.SIGRTMIN + 5
 """Asks a rank to write its Python stacks to its stack file, even while it holds the lock."""
 
 
+ATTACH_VARIABLE = "KEEPSTEP_ATTACH"
+"""Environment variable: ``messages.Attach`` as JSON, for ranks that another launcher starts."""
+
+
+def log_file(rank: int, inc: int, stream: str) -> str:
+    """Name of the file that ``stream`` (stdout or stderr) of incarnation ``inc`` goes to."""
+    return f"rank-{rank:05d}-{inc:03d}.{stream}.log"
+
+
 def stack_file(run_dir: Path, rank: int, inc: int) -> Path:
     """Where incarnation ``inc`` of ``rank`` writes its stacks."""
     return run_dir / "stacks" / f"rank-{rank:05d}-{inc:03d}.txt"
