@@ -143,6 +143,7 @@ def test_a_file_may_give_a_whole_number_for_seconds_and_a_list(toml: Toml) -> No
         ("run.grace_s=nan", "expected a finite number"),
         ("rank.start_method=spwan", "expected fork or spawn, not 'spwan' (did you mean spawn?)"),
         ("engine.name=x", "expected native or nvrx, not 'x'"),
+        ("engine.restart=nvr", "expected native or nvrx or nothing, not 'nvr' (did you mean nvrx"),
         ("faults.inject=[1]", "expected a list of texts"),
         ("faults.inject=[", "expected a JSON list of texts"),
         ("run.id=\udc80", "is not valid UTF-8"),
@@ -275,6 +276,25 @@ def test_a_value_that_cannot_be_read_does_not_break_rules_by_its_default() -> No
             ["heartbeat.interval_s=3.1"],
             "heartbeat.interval_s is 3.1 and heartbeat.min_limit_s is 30.0: ten intervals",
         ),
+        (["nvrx.soft_limit_s=-1"], "nvrx.soft_limit_s is -1.0: it must be at least 0"),
+        (["nvrx.safety_factor=0.5"], "nvrx.safety_factor is 0.5: it must be at least 1"),
+        (
+            ["engine.launcher=nvrx", "engine.restart=native"],
+            "engine.launcher is nvrx and engine.restart is native: keepstep's in-process restart",
+        ),
+        (
+            ["engine.name=nvrx", "engine.restart=native"],
+            "engine.launcher is empty and engine.restart is native: keepstep's in-process restart",
+        ),
+        (
+            ["engine.restart=nvrx", "restart.pg_timeout_s=90"],
+            "restart.pg_timeout_s is 90.0 and nvrx.soft_limit_s is 0.0 and heartbeat.min_limit_s "
+            "is 30.0: with NVRx's in-process restart a collective must not time out before",
+        ),
+        (
+            ["engine.name=nvrx", "nvrx.soft_limit_s=400"],
+            "restart.pg_timeout_s is 600.0 and nvrx.soft_limit_s is 400.0 and",
+        ),
     ],
 )
 def test_each_rule_is_checked_with_its_reason(given: list[str], said: str) -> None:
@@ -304,9 +324,52 @@ def test_the_bounds_themselves_are_allowed() -> None:
             "checkpoint.keep_last=1",
             "restart.settle_s=0",
             "restart.max_restarts=-1",
+            "nvrx.safety_factor=1",
+            "engine.name=nvrx",
+            "restart.pg_timeout_s=90.1",
         ]
     )
     assert broken(config) == []
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["restart.pg_timeout_s=10"],
+        ["engine.launcher=nvrx", "restart.pg_timeout_s=10"],
+        ["engine.checkpoint=nvrx", "restart.pg_timeout_s=10", "engine.restart=native"],
+    ],
+)
+def test_limits_of_nvrx_concern_only_who_uses_its_restart(sets: list[str]) -> None:
+    load_some(sets=sets)
+
+
+@pytest.mark.parametrize(
+    ("sets", "checkpoint", "restart", "launcher"),
+    [
+        ([], "native", "native", "native"),
+        (["engine.name=nvrx"], "nvrx", "nvrx", "nvrx"),
+        (["engine.checkpoint=nvrx"], "nvrx", "native", "native"),
+        (["engine.restart=nvrx"], "native", "nvrx", "native"),
+        (["engine.launcher=nvrx"], "native", "none", "nvrx"),
+        (["engine.launcher=nvrx", "engine.restart=nvrx"], "native", "nvrx", "nvrx"),
+        (["engine.name=nvrx", "engine.checkpoint=native"], "native", "nvrx", "nvrx"),
+        (["engine.name=nvrx", "engine.launcher=native"], "nvrx", "nvrx", "native"),
+        (["engine.name=nvrx", "engine.launcher="], "nvrx", "nvrx", "nvrx"),
+        (
+            ["engine.name=nvrx", "engine.launcher=native", "engine.restart=native"],
+            "nvrx",
+            "native",
+            "native",
+        ),
+    ],
+)
+def test_a_part_that_is_left_open_follows_the_engine(
+    sets: list[str], checkpoint: str, restart: str, launcher: str
+) -> None:
+    parts = load_some(sets=sets).engine.parts
+    assert (parts.checkpoint, parts.restart, parts.launcher) == (checkpoint, restart, launcher)
+    assert parts.any_nvrx == ("nvrx" in (checkpoint, restart, launcher))
 
 
 def test_override_changes_some_settings_and_checks_all() -> None:

@@ -227,7 +227,8 @@ def _no_such_setting(entry: _Entry) -> str:
     section, _, key = entry.name.partition(".")
     if section in _SECTIONS and not key:
         return f"is a section, not a setting; its settings are {', '.join(_SECTIONS[section])}"
-    near = _nearest_setting(section, key)
+    meant = [] if key else difflib.get_close_matches(section, _SECTIONS, n=1, cutoff=0.8)
+    near = "" if meant else _nearest_setting(section, key)
     if near:
         return f"no such setting (did you mean {entry.spell(near)}?)"
     if section in _SECTIONS:
@@ -292,10 +293,11 @@ def _parsed(text: str, kind: object) -> object:
 def _choice(value: object, allowed: tuple[object, ...]) -> object:
     if value in allowed:
         return value
-    names = [str(one) for one in allowed]
+    names = [str(one) for one in allowed if one != ""]
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    raise ValueError(f"expected {' or '.join(names)}, not {value!r}{hint}")
+    nothing = " or nothing" if "" in allowed else ""
+    raise ValueError(f"expected {' or '.join(names)}{nothing}, not {value!r}{hint}")
 
 
 def _strings(value: object, *, text: bool) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from keepstep.config.settings import Config
 
 _Number = int | float
+NVRX_HARD_FACTOR = 1.5
+"""Hard limit of NVRx's in-process restart over the soft one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +23,8 @@ class Rule:
     settings: tuple[str, ...]
     holds: Callable[..., bool]
     reason: str
+    when: Callable[[Config], bool] = lambda _: True
+    """Whether the rule concerns this configuration at all."""
 
 
 def _above_zero(name: str, otherwise: str) -> Rule:
@@ -41,6 +45,24 @@ def _at_least(name: str, least: int, otherwise: str) -> Rule:
 
 def _ten_intervals(interval_s: _Number, limit_s: _Number) -> bool:
     return interval_s * 10 <= limit_s
+
+
+def soft_limit_s(config: Config) -> float:
+    """How long a step may take with NVRx's in-process restart, seconds."""
+    return config.nvrx.soft_limit_s or 2 * config.heartbeat.min_limit_s
+
+
+def hard_limit_s(soft_s: float) -> float:
+    """After how long NVRx ends a rank that its abort did not free, seconds: above ``soft_s``."""
+    return max(NVRX_HARD_FACTOR * soft_s, soft_s + 1)
+
+
+def _outlasts_hard_limit(pg_timeout_s: float, given_s: float, min_limit_s: float) -> bool:
+    return pg_timeout_s > hard_limit_s(given_s or 2 * min_limit_s)
+
+
+def _nvrx_restart(config: Config) -> bool:
+    return config.engine.parts.restart == "nvrx"
 
 
 RULES: tuple[Rule, ...] = (
@@ -87,6 +109,24 @@ RULES: tuple[Rule, ...] = (
         reason="ten intervals must fit into the limit, or a few late heartbeats look like a hang; "
         "lower the first or raise the second",
     ),
+    _at_least("nvrx.soft_limit_s", 0, " (0: twice heartbeat.min_limit_s)"),
+    _at_least("nvrx.safety_factor", 1, ", or a learned limit ends ranks that are not slower"),
+    Rule(
+        settings=("engine.launcher", "engine.restart"),
+        holds=lambda launcher, restart: restart != "native",
+        reason="keepstep's in-process restart needs keepstep's own launcher; leave engine.restart "
+        "empty for NVRx's launcher only, or set it to nvrx",
+        when=lambda config: config.engine.parts.launcher == "nvrx",
+    ),
+    Rule(
+        settings=("restart.pg_timeout_s", "nvrx.soft_limit_s", "heartbeat.min_limit_s"),
+        holds=_outlasts_hard_limit,
+        reason="with NVRx's in-process restart a collective must not time out before the hard "
+        f"limit, {NVRX_HARD_FACTOR} times the soft one (nvrx.soft_limit_s, where it is 0 "
+        "twice heartbeat.min_limit_s): torch would end ranks that NVRx was about to free; raise "
+        "the first or lower the soft limit",
+        when=_nvrx_restart,
+    ),
 )
 
 
@@ -106,11 +146,13 @@ def broken(config: Config, unknown: Collection[str] = ()) -> list[str]:
     """
     sentences = []
     for rule in RULES:
-        if any(name in unknown for name in rule.settings):
+        if any(name in unknown for name in rule.settings) or not rule.when(config):
             continue
         values = [value_of(config, name) for name in rule.settings]
         if not rule.holds(*values):
             pairs = zip(rule.settings, values, strict=True)
-            stated = " and ".join(f"{name} is {value}" for name, value in pairs)
+            stated = " and ".join(
+                f"{name} is {'empty' if value == '' else value}" for name, value in pairs
+            )
             sentences.append(f"{stated}: {rule.reason}")
     return sentences

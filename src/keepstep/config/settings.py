@@ -24,11 +24,61 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Who supplies each mechanism of a run: ``EngineSettings`` with nothing left open."""
+
+    checkpoint: Literal["native", "nvrx"]
+    restart: Literal["native", "nvrx", "none"]
+    """``none``: no restart inside a process; at each fault the launcher restarts all ranks."""
+    launcher: Literal["native", "nvrx"]
+
+    @property
+    def any_nvrx(self) -> bool:
+        """Whether NVRx is needed at all."""
+        return "nvrx" in (self.checkpoint, self.restart, self.launcher)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
     """Who supplies the mechanisms."""
 
     name: Literal["native", "nvrx"] = "native"
-    """``native`` or ``nvrx`` (needs the extra of that name)."""
+    """``native`` or ``nvrx`` (needs the extra of that name); the parts below follow it."""
+    checkpoint: Literal["", "native", "nvrx"] = ""
+    """Who writes checkpoints; empty: as ``name``."""
+    restart: Literal["", "native", "nvrx"] = ""
+    """Who restarts inside the process; empty: as ``name``, but nobody where only the launcher is
+    NVRx's."""
+    launcher: Literal["", "native", "nvrx"] = ""
+    """Who starts and replaces ranks; empty: as ``name``."""
+
+    @property
+    def parts(self) -> Parts:
+        """Who supplies what. Settings that cannot go together are refused by the rules."""
+        launcher = self.launcher or self.name
+        restart = self.restart or self.name
+        # The native restart lives in keepstep's own launcher: where that is not there and nothing
+        # was asked for, the launcher restarts whole processes.
+        alone = launcher == "nvrx" and restart == "native"
+        return Parts(
+            checkpoint=self.checkpoint or self.name,
+            restart="none" if alone else restart,
+            launcher=launcher,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvrxSettings:
+    """Mechanisms of NVRx, where the engine takes them from there."""
+
+    soft_limit_s: float = 0.0
+    """Longest step that is no hang; 0: twice ``heartbeat.min_limit_s``. Every other limit of NVRx
+    follows from it."""
+    checkpoint: Literal["torch", "dcp"] = "torch"
+    """``torch``: one file a rank (``TorchAsyncCheckpoint``); ``dcp``: a sharded checkpoint of
+    torch's own form (``FileSystemWriterAsync``)."""
+    safety_factor: float = 5.0
+    """A limit that NVRx's launcher learns is the longest time seen times this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,4 +172,5 @@ class Config:
     restart: RestartSettings = field(default_factory=RestartSettings)
     heartbeat: HeartbeatSettings = field(default_factory=HeartbeatSettings)
     rank: RankSettings = field(default_factory=RankSettings)
+    nvrx: NvrxSettings = field(default_factory=NvrxSettings)
     faults: FaultSettings = field(default_factory=FaultSettings)
