@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 import torch.distributed as dist
@@ -21,19 +21,18 @@ import torch.distributed as dist
 from keepstep import errors
 from keepstep.checkpoint import catalog, layout, torch_reader
 from keepstep.checkpoint.torch_reader import PreparedLoad
-from keepstep.checkpoint.writer import owner
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
-    CheckpointNotWritable,
     KeepstepError,
     SaveFailed,
     UsageError,
 )
-from keepstep.ports import PendingWrite
+from keepstep.ports import PendingWrite, ShardWriter
 from keepstep.rank import exchange
+from keepstep.rank.history import FolderHistory, History
 from keepstep.rank.local_writer import LocalStaging
 from keepstep.rank.shard_writer import NativeShardWriter
 from keepstep.wire.types import Version
@@ -42,8 +41,42 @@ SAVE_LIMIT_S = 900.0
 """When ``finalize`` gives up; above the writer's own limits, so that it can say what is wrong."""
 EXIT_LIMIT_S = 30.0
 """How long a save in flight may take when the script is ending with an exception."""
-_TERMS = "terms"
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a shard writer works: ``root`` is the folder of the checkpoints."""
+
+    root: Path
+    rank: int
+    world: int
+    keep_last: int
+    clock: Clock
+
+
+WriterFactory = Callable[[Place], ShardWriter]
+"""Makes the writer that a ``Checkpointer`` owns and closes."""
+
+
+@runtime_checkable
+class Polled(Protocol):
+    """A shard writer whose saves go on only when it is asked."""
+
+    def poll(self) -> None:
+        """A step was completed; called on every rank at the same step."""
+
+
+def native_writer(place: Place) -> ShardWriter:
+    """Own staging slots and a writer process of this rank."""
+    staging = LocalStaging(
+        place.root, rank=place.rank, keep_last=place.keep_last, clock=place.clock
+    )
+    return NativeShardWriter(staging, rank=place.rank, world=place.world, clock=place.clock)
+
+
+def _unobserved(step: int, size: list[int]) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class _Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +95,10 @@ class _Verdict(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class _Damaged(Exception):
+    """A checkpoint cannot be loaded, an older one may do."""
+
+
 @dataclass
 class _Session:
     """What this process needs to save: its place, and numbers that no earlier save has."""
@@ -69,7 +106,7 @@ class _Session:
     rank: int
     world: int
     term: int
-    writer: NativeShardWriter
+    writer: ShardWriter
     round: int = 1
     last_step: int = -1
 
@@ -85,6 +122,10 @@ class Checkpointer:
         keep_last: Committed checkpoints to keep, at least 1.
         run_id: Checkpoints of other runs are refused; None takes any.
         clock: Where time comes from.
+        history: What was saved before; None: whatever is in the folder.
+        writer: Makes the shard writer; None: keepstep's own.
+        around_load: Entered around the loading of a step; the list gets the bytes read. Left with
+            an exception where nothing was loaded.
 
     Raises:
         UsageError: ``keep_last`` is below 1.
@@ -97,6 +138,9 @@ class Checkpointer:
         keep_last: int = 3,
         run_id: str | None = None,
         clock: Clock = SYSTEM,
+        history: History | None = None,
+        writer: WriterFactory | None = None,
+        around_load: Callable[[int, list[int]], AbstractContextManager[None]] = _unobserved,
     ) -> None:
         if keep_last < 1:
             raise UsageError(
@@ -108,9 +152,11 @@ class Checkpointer:
         self._keep_last = keep_last
         self._run_id = run_id
         self._clock = clock
+        self._history = history or FolderHistory(self._root, run_id, clock)
+        self._make_writer = writer or native_writer
+        self._around_load = around_load
         self._session: _Session | None = None
-        self._pending: list[PendingWrite] = []
-        self._reported: set[str] = set()
+        self._pending: list[tuple[int, PendingWrite]] = []
         self._closed = False
 
     # --- saving -------------------------------------------------------------------------------
@@ -132,7 +178,8 @@ class Checkpointer:
         self._check_open()
         if step < 0:
             raise UsageError(f"a checkpoint of step {step} was asked for", advice="count from 0")
-        self._raise_failed()
+        for _, error in self._failed():
+            raise error
         session = self._session_now()
         if step <= session.last_step:
             session.round += 1  # the same step again is another version, never the same folder
@@ -145,8 +192,35 @@ class Checkpointer:
             world=session.world,
         )
         pending = session.writer.begin(state, version, self._root)
-        self._pending.append(pending)
+        self._pending.append((step, pending))
         return pending
+
+    def poll(self) -> None:
+        """A step was completed: call it on every rank at the same step, as often as you like.
+
+        Some writers commit only here and in ``finalize``; for others it costs nothing.
+        """
+        if self._session is not None and isinstance(self._session.writer, Polled):
+            self._session.writer.poll()
+
+    @property
+    def last_bytes(self) -> int:
+        """Size in bytes of this rank's shard in the save begun last; 0 if it is not known."""
+        writer = None if self._session is None else self._session.writer
+        return int(getattr(writer, "last_bytes", 0))
+
+    def failures(self) -> list[tuple[int, SaveFailed]]:
+        """Steps whose saves failed since the last call, and why; they raise nowhere else then."""
+        return list(self._failed())
+
+    def _failed(self) -> Iterator[tuple[int, SaveFailed]]:
+        for step, pending in list(self._pending):
+            if pending.done():
+                self._pending.remove((step, pending))
+                try:
+                    pending.wait(0.0)
+                except SaveFailed as error:
+                    yield step, error
 
     def finalize(self, timeout_s: float | None = None) -> None:
         """Return when every save begun is durable and committed.
@@ -157,23 +231,21 @@ class Checkpointer:
         Raises:
             SaveFailed: one failed, or is not committed in time; it then goes on in the background.
         """
-        deadline = self._clock.mono() + (SAVE_LIMIT_S if timeout_s is None else timeout_s)
-        failure: SaveFailed | None = None
-        for pending in list(self._pending):
+        for _, error in self.settle(SAVE_LIMIT_S if timeout_s is None else timeout_s):
+            raise error
+
+    def settle(self, timeout_s: float) -> list[tuple[int, SaveFailed]]:
+        """As ``finalize``, but returns the steps that failed, and why, instead of raising."""
+        deadline = self._clock.mono() + timeout_s
+        failed: list[tuple[int, SaveFailed]] = []
+        for step, pending in list(self._pending):
             try:
                 pending.wait(max(0.0, deadline - self._clock.mono()))
             except SaveFailed as error:
-                failure = failure or error
+                failed.append((step, error))
             if pending.done():
-                self._pending.remove(pending)
-        if failure is not None:
-            raise failure
-
-    def _raise_failed(self) -> None:
-        for pending in list(self._pending):
-            if pending.done():
-                self._pending.remove(pending)
-                pending.wait(0.0)
+                self._pending.remove((step, pending))
+        return failed
 
     def _session_now(self) -> _Session:
         rank, world = _place()
@@ -183,36 +255,10 @@ class Checkpointer:
         if session is not None:
             session.writer.close()
             self._session = None
-        term = self._of_rank_0(rank, self._claim_term, int)
-        staging = LocalStaging(self._root, rank=rank, keep_last=self._keep_last, clock=self._clock)
-        writer = NativeShardWriter(staging, rank=rank, world=world, clock=self._clock)
-        self._session = _Session(rank, world, term, writer)
+        term = self._of_rank_0(rank, self._history.claim, int)
+        place = Place(self._root, rank, world, self._keep_last, self._clock)
+        self._session = _Session(rank, world, term, self._make_writer(place))
         return self._session
-
-    def _claim_term(self) -> int:
-        """A number that no earlier process has used: its saves can be told from all others."""
-        folder = self._root / _TERMS
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            used = [int(name) for name in os.listdir(folder) if name.isdecimal()]
-            owners = [owner(self._root / name) for name in layout.list_folders(self._root)]
-            used += [version.term for version in owners if version is not None]
-            term = max(used, default=0) + 1
-            text = msgspec.json.encode({"pid": os.getpid(), "created": self._clock.wall()})
-            while True:
-                try:
-                    layout.publish(folder / str(term), text)
-                except FileExistsError:
-                    term += 1
-                else:
-                    return term
-        except OSError as error:
-            raise CheckpointNotWritable(
-                f"the checkpoint folder cannot be written: {error.strerror or error}",
-                where=str(self._root),
-                done="nothing was saved",
-                advice="check that it is a folder, its rights and its space",
-            ) from error
 
     # --- restoring ----------------------------------------------------------------------------
 
@@ -238,20 +284,45 @@ class Checkpointer:
         rank, world = _place()
         refused: list[str] = []
         while True:
-            folder = self._of_rank_0(rank, lambda: self._choose(refused), str)
+            folder = self._of_rank_0(rank, lambda: self._history.choose(refused), str)
             if not folder:
+                self._go_on(rank, 0)
                 return 0
+            name = layout.parse_folder(folder)
+            step = 0 if name is None else name.step
+            try:
+                self._load(state, folder, step, rank, world)
+            except _Damaged as damage:
+                refused.append(folder)
+                if rank == 0:
+                    self._history.damaged(folder, str(damage))
+            else:
+                return step
+
+    def _load(
+        self, state: Mapping[str, object], folder: str, step: int, rank: int, world: int
+    ) -> None:
+        size: list[int] = []
+        with self._around_load(step, size):
             prepared, error = self._try(state, folder, rank, world)
             damage = _settle(rank, error)
-            if damage is None and prepared is not None:
-                step = prepared.apply().step
-                if self._session is not None:
-                    self._session.round += 1
-                    self._session.last_step = step
-                return step
-            refused.append(folder)
-            if rank == 0:
-                self._warn(folder, damage or "")
+            if damage is not None or prepared is None:
+                raise _Damaged(damage or "")
+            self._go_on(rank, step)
+            size.append(prepared.apply().bytes)
+
+    def _go_on(self, rank: int, step: int) -> None:
+        """Training goes on after ``step``: what is saved from now on is of a new round."""
+        session = self._session
+        number = 1 if session is None else session.round + 1
+
+        def record() -> int:
+            self._history.went_on(number, step)
+            return number
+
+        self._of_rank_0(rank, record, int)
+        if session is not None:
+            session.round, session.last_step = number, step
 
     def _try(
         self, state: Mapping[str, object], folder: str, rank: int, world: int
@@ -263,57 +334,6 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's verdict
             return None, error
         return prepared, None
-
-    def _choose(self, refused: list[str]) -> str:
-        """Folder of the newest checkpoint that was not refused, empty if there is none.
-
-        Warns of damaged ones that it passes over.
-        """
-        found = catalog.committed(self._root)
-        ours = [info for info in found if self._run_id in (None, info.version.run)]
-        usable = [info for info in ours if info.folder not in refused]
-        damaged = self._damaged({info.folder for info in found}, usable[0].step if usable else 0)
-        for folder, why in damaged.items():
-            self._warn(folder, why)
-        if usable:
-            return usable[0].folder
-        if found and not ours:
-            raise CheckpointMismatch(
-                f"the {len(found)} checkpoints are of run {found[0].version.run!r}, "
-                f"this is run {self._run_id!r}",
-                where=str(self._root),
-                done="nothing was restored",
-                advice="give the run its own folder, or use the id of the run that saved them",
-            )
-        if refused or damaged:
-            raise CheckpointCorrupt(
-                f"all {len(refused) + len(damaged)} checkpoints are damaged",
-                where=str(self._root),
-                done="nothing was restored and nothing was deleted",
-                advice="see 'keepstep checkpoint verify'; to start anew give another folder",
-            )
-        return ""
-
-    def _damaged(self, good: set[str], from_step: int) -> dict[str, str]:
-        """Folders with a manifest, of ``from_step`` or newer, that the catalog does not offer."""
-        result: dict[str, str] = {}
-        for folder in catalog.published(self._root):
-            name = layout.parse_folder(folder)
-            if folder not in good and name is not None and name.step >= from_step:
-                try:
-                    catalog.load(self._root, folder)
-                except (CheckpointError, OSError) as error:
-                    result[folder] = str(error)
-        return result
-
-    def _warn(self, folder: str, why: str) -> None:
-        if folder not in self._reported:
-            self._reported.add(folder)
-            warnings.warn(
-                f"checkpoint {folder} cannot be used and an older one is tried: {why}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     def latest(self) -> int:
         """Step of the newest committed checkpoint of this run; 0 if there is none."""
@@ -339,28 +359,32 @@ class Checkpointer:
             raise _error(answer)
         return msgspec.json.decode(answer.value, type=kind)
 
-    def close(self) -> None:
-        """Finish the saves begun and end the writer process; later calls do nothing.
+    def close(self, *, abort: bool = False) -> None:
+        """Finish the saves begun and end the writer; later calls do nothing.
+
+        Args:
+            abort: Drop the saves begun instead, without waiting for anything.
 
         Raises:
-            SaveFailed: as ``finalize``; the process is ended all the same.
+            SaveFailed: as ``finalize``; the writer is ended all the same.
         """
-        self._close(SAVE_LIMIT_S)
+        self._close(None if abort else SAVE_LIMIT_S)
 
-    def _close(self, limit_s: float) -> None:
+    def _close(self, limit_s: float | None) -> None:
         if self._closed:
             return
         self._closed = True
         settled = False
         try:
-            self.finalize(limit_s)
-            settled = True
+            if limit_s is not None:
+                self.finalize(limit_s)
+                settled = True
         finally:
             if self._session is not None:
                 self._session.writer.close(abort=not settled)
                 self._session = None
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
