@@ -106,10 +106,15 @@ class GroupSet:
 
     def install(self) -> None:
         """Watch every group that is made from now on, by whatever call."""
-        torch_private.wrap_group_creation(self._watch)
+        torch_private.wrap_group_creation(self.watch)
 
     @contextmanager
-    def _watch(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
+        """Sockets that appear inside belong to the round: ``abort`` shuts them down.
+
+        Raises:
+            RuntimeError: the round was aborted already.
+        """
         with self._lock:
             if self._aborted:
                 raise RuntimeError("the round was aborted")
@@ -129,7 +134,6 @@ class GroupSet:
 
     def create(self, *, backend: str, store: Any, rank: int, size: int, timeout_s: float) -> None:
         """Initialise the default process group."""
-        self.release()  # every rank has left the round before
         self._keep = [store]
         hook = sys.excepthook
         dist.init_process_group(

@@ -82,7 +82,7 @@ class NativeRestarter:
         self._control.on_abort = self._abort
         runtime.sequence_numbers = self._groups.sequence_numbers
         previous = signal.signal(_LEAVE_SIGNAL, self._leave)
-        start_state = _random_state()
+        start_state = random_state()
         after = 0
         try:
             while True:
@@ -194,7 +194,7 @@ class NativeRestarter:
             )
             sys.stderr.write(about.shown)
         runtime.enter(Phase.WAIT)
-        _drop(error)
+        drop(error)
         self._control.wait_abort(self._round)
         return self._leave_round()
 
@@ -236,7 +236,7 @@ def _importing(frame: FrameType | None, outermost: CodeType) -> bool:
     return False
 
 
-def _drop(error: BaseException | None) -> None:
+def drop(error: BaseException | None) -> None:
     """Frames of the exception hold the old model and groups: let go of them."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -249,7 +249,7 @@ def _drop(error: BaseException | None) -> None:
     gc.collect()
 
 
-class _RandomState:
+class RandomState:
     """Random generators as they were before the first attempt, so that each starts alike."""
 
     def __init__(self, holder: Any) -> None:
@@ -257,13 +257,15 @@ class _RandomState:
         self._state = holder.state_dict() if holder is not None else None
 
     def restore(self) -> None:
+        """Set them back."""
         if self._holder is not None:
             self._holder.load_state_dict(self._state)
 
 
-def _random_state() -> _RandomState:
+def random_state() -> RandomState:
+    """The generators as they are now; of torch only if the script has imported it."""
     if "torch" not in sys.modules:
-        return _RandomState(None)
+        return RandomState(None)
     from keepstep.checkpoint.torch_rng import RngState
 
-    return _RandomState(RngState())
+    return RandomState(RngState())
