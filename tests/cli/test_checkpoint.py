@@ -136,12 +136,12 @@ def test_inspect_of_a_damaged_checkpoint_tells_what_is_wrong(run: Path) -> None:
 
 def test_a_checkpoint_of_a_newer_keepstep_is_told_clearly(tmp_path: Path) -> None:
     found, folder = save(tmp_path, make_version())
-    newer = msgspec.structs.replace(found, format=2)
+    newer = msgspec.structs.replace(found, format=3)
     (tmp_path / folder / layout.MANIFEST).write_bytes(manifest.encode(newer))
     for command in ("ls", "inspect"):
         result = _run(command, tmp_path)
         assert result.exit_code == 65
-        assert "format 2, and this keepstep reads formats up to 1" in result.stderr
+        assert "format 3, and this keepstep reads formats up to 2" in result.stderr
 
 
 def test_long_names_are_not_cut_when_the_output_is_no_terminal(tmp_path: Path) -> None:

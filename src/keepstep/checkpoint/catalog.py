@@ -15,20 +15,24 @@ from pathlib import Path
 import msgspec
 
 from keepstep.checkpoint import layout, manifest
-from keepstep.checkpoint.manifest import Manifest
+from keepstep.checkpoint.manifest import Layout, Manifest
 from keepstep.checkpoint.writer import owner
 from keepstep.errors import CheckpointCorrupt
 from keepstep.wire.types import Version
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed checkpoint: ``nbytes`` of all files, ``created`` in seconds of wall time."""
+    """A committed checkpoint: ``nbytes`` of all files, ``created`` in seconds of wall time.
+
+    ``layout`` says who wrote the files.
+    """
 
     step: int
     folder: str
     version: Version
     nbytes: int
     created: float
+    layout: Layout = "safetensors"
 
 
 def load(root: Path, folder: str) -> Manifest:
@@ -49,7 +53,7 @@ def load(root: Path, folder: str) -> Manifest:
     name = layout.parse_folder(folder)
     if name is not None and name.step != found.version.step:
         raise _unusable(f"the folder's manifest is of step {found.version.step}", path)
-    for shard, info in found.files.items():
+    for shard, info in found.all_files().items():
         try:
             size = layout.inside(path, shard).stat().st_size
         except FileNotFoundError:
@@ -77,6 +81,7 @@ def committed(root: Path) -> list[CheckpointInfo]:
                     version=found.version,
                     nbytes=found.nbytes,
                     created=found.created,
+                    layout=found.layout,
                 )
             )
     infos.sort(key=age, reverse=True)

@@ -89,20 +89,27 @@ def _receipt(path: Path, version: Version, rank: int) -> Receipt:
             f"{version}",
             path,
         )
-    if receipt.file != layout.shard_name(rank):
+    if receipt.layout == "safetensors" and receipt.file != layout.shard_name(rank):
         raise CheckpointCorrupt(
             f"the receipt of rank {rank} names the file {receipt.file!r}",
             where=str(path),
             done="nothing was committed",
         )
+    wanted = {receipt.file: receipt.size}
+    wanted |= {name: info.size for name, info in receipt.others.items()}
+    for name, size in wanted.items():
+        _check_size(path, name, size)
+    return receipt
+
+
+def _check_size(path: Path, name: str, wanted: int) -> None:
     try:
-        size = (path / receipt.file).stat().st_size
+        size = layout.inside(path, name).stat().st_size
     except FileNotFoundError:
         size = -1
-    if size != receipt.size:
+    if size != wanted:
         found = "missing" if size < 0 else f"{size} bytes long"
-        raise _refused(f"{receipt.file} is {found}, its receipt says {receipt.size} bytes", path)
-    return receipt
+        raise _refused(f"{name} is {found}, its receipt says {wanted} bytes", path)
 
 
 def _refused(what: str, path: Path) -> SaveFailed:

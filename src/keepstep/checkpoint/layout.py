@@ -8,6 +8,10 @@ checkpoint root::
         rank-00003.safetensors              one rank's shard
         rank-00003.receipt.json             its size and checksum; written after the shard
         manifest.json                       written last; without it the folder does not exist
+
+Another library's files take the place of the shards: ``rank-00003.pt`` of ``torch.save``, or
+``__3_0.distcp`` and ``.metadata`` of torch's distributed checkpoints. Receipts and manifest name
+them and say in which bytes of them each tensor lies.
 """
 
 from __future__ import annotations
@@ -64,6 +68,11 @@ def parse_folder(name: str) -> FolderName | None:
 def shard_name(rank: int) -> str:
     """File name of ``rank``'s shard."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def torch_name(rank: int) -> str:
+    """File name of ``rank``'s part of a checkpoint that ``torch.save`` wrote."""
+    return f"rank-{rank:05d}.pt"
 
 
 def receipt_name(rank: int) -> str:

@@ -3,20 +3,23 @@
 A receipt belongs to one shard file and is written after it. The manifest is assembled from the
 receipts of all ranks; it alone makes a folder a checkpoint. Its first field is a checksum of the
 rest of the file, so that a changed byte in it is found before anything is believed.
+
+Two formats. In format 1 every file is a safetensors file of our own, whose header says where each
+tensor lies. In format 2 the files are those of another library (``layout``); only receipt and
+manifest say in which bytes each tensor lies, so that nothing of the file has to be decoded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import xxhash
 
 from keepstep.checkpoint import layout, typed_json
 from keepstep.checkpoint.shard_file import (
-    FORMAT,
     ITEM_BYTES,
     Length,
     Shape,
@@ -27,15 +30,36 @@ from keepstep.checkpoint.shard_file import (
 from keepstep.errors import CheckpointCorrupt
 from keepstep.wire.types import Version
 
+FORMAT = 2
+"""The newest format that is read; see ``format_of`` for the one that is written."""
+
+Layout = Literal["safetensors", "torch", "dcp"]
+"""Who made the files: we (safetensors), ``torch.save``, or torch's distributed checkpoints."""
+
+Span = tuple[Length, Length]
+"""First byte of a tensor and the byte after its last one, counted from the start of its file."""
+
 _DIGEST_HEAD = b'{"digest":"'
 _DIGEST_TAIL = b'",'
 _DIGEST_SIZE = 32
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of the checkpoint: ``size`` in bytes, ``checksum`` xxh3-128, and whose it is."""
+
+    size: Length
+    checksum: str
+    rank: Length
+
+
+class Receipt(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One rank's durable shard: ``size`` in bytes, ``checksum`` xxh3-128 as 32 hex digits.
 
-    ``values`` is the rank's non-tensor state as typed JSON, by top-level key.
+    ``values`` is the rank's non-tensor state as typed JSON, by top-level key. ``spans`` says where
+    each tensor lies in a ``file`` of another library; ``others`` are further files of this rank
+    that belong to the checkpoint and are never read.
     """
 
     format: int
@@ -46,14 +70,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checksum: str
     tensors: dict[str, TensorSpec]
     values: dict[str, Any]
-
-
-class FileInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of the checkpoint: ``size`` in bytes, ``checksum`` xxh3-128, and whose it is."""
-
-    size: Length
-    checksum: str
-    rank: Length
+    layout: Layout = "safetensors"
+    spans: dict[str, Span] = msgspec.field(default_factory=dict)
+    others: dict[str, FileInfo] = msgspec.field(default_factory=dict)
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,11 +99,15 @@ class RankTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shape: Shape
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A whole checkpoint. ``created`` is wall time in seconds.
 
     ``values`` is typed JSON that is equal on all ranks, by top-level key; ``rank_values`` holds, by
-    rank, the keys that are not.
+    rank, the keys that are not. ``files`` has one file a rank; ``spans`` says, by rank, where each
+    tensor lies in a file of another library; ``others`` are files that belong to the checkpoint
+    and are never read.
     """
 
     format: int
@@ -95,11 +118,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rank_tensors: dict[str, tuple[RankTensor, ...]]
     values: dict[str, Any]
     rank_values: dict[int, dict[str, Any]]
+    layout: Layout = "safetensors"
+    spans: dict[int, dict[str, Span]] = msgspec.field(default_factory=dict)
+    others: dict[str, FileInfo] = msgspec.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files together."""
-        return sum(info.size for info in self.files.values())
+        return sum(info.size for info in self.all_files().values())
+
+    def all_files(self) -> dict[str, FileInfo]:
+        """Every file that belongs to the checkpoint, by name."""
+        return {**self.files, **self.others}
 
     def files_by_rank(self) -> dict[int, str]:
         """The file name of each rank's shard."""
@@ -111,10 +141,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return {key: typed_json.decode(node, key) for key, node in nodes.items()}
 
 
+def format_of(layout: Layout) -> int:
+    """The format of a receipt or manifest of files of this layout."""
+    return 1 if layout == "safetensors" else 2
+
+
 def receipt_of(header: ShardHeader, checksum: str) -> Receipt:
     """The receipt of a shard file with this header and checksum."""
     return Receipt(
-        format=FORMAT,
+        format=format_of("safetensors"),
         version=header.version,
         rank=header.rank,
         file=layout.shard_name(header.rank),
@@ -129,18 +164,48 @@ def assemble(receipts: Sequence[Receipt], created: float) -> Manifest:
     """The manifest of a checkpoint from the receipts of all its ranks.
 
     Raises:
-        CheckpointCorrupt: the receipts are not one of each rank, are of different versions, or
-            disagree about a tensor; nothing is combined then.
+        CheckpointCorrupt: the receipts are not one of each rank, are of different versions or
+            layouts, or disagree about a tensor; nothing is combined then.
     """
     if not receipts:
         raise _corrupt("there are no receipts", "")
     receipts = sorted(receipts, key=lambda receipt: receipt.rank)
-    version = receipts[0].version
+    first = receipts[0]
     for receipt in receipts:
-        if receipt.version != version:
+        if receipt.version != first.version:
             raise _corrupt(
-                f"rank {receipt.rank} is of {receipt.version}, a lower rank of {version}", ""
+                f"rank {receipt.rank} is of {receipt.version}, a lower rank of {first.version}", ""
             )
+        if receipt.layout != first.layout:
+            raise _corrupt(
+                f"rank {receipt.rank} has {receipt.layout} files, a lower rank {first.layout}", ""
+            )
+    tensors, rank_tensors = _merge_tensors(receipts)
+    values, rank_values = _split_values(receipts)
+    manifest = Manifest(
+        format=format_of(first.layout),
+        version=first.version,
+        created=created,
+        files={
+            receipt.file: FileInfo(size=receipt.size, checksum=receipt.checksum, rank=receipt.rank)
+            for receipt in receipts
+        },
+        tensors=tensors,
+        rank_tensors=rank_tensors,
+        values=values,
+        rank_values=rank_values,
+        layout=first.layout,
+        spans={receipt.rank: receipt.spans for receipt in receipts if receipt.spans},
+        others=_merge_others(receipts),
+    )
+    check(manifest)
+    return manifest
+
+
+def _merge_tensors(
+    receipts: Sequence[Receipt],
+) -> tuple[dict[str, TensorInfo], dict[str, tuple[RankTensor, ...]]]:
+    """Tensors of all ranks with their chunks, and those of single ranks, in name order."""
     tensors: dict[str, TensorInfo] = {}
     chunks: dict[str, list[Chunk]] = {}
     rank_tensors: dict[str, list[RankTensor]] = {}
@@ -159,25 +224,22 @@ def assemble(receipts: Sequence[Receipt], created: float) -> Manifest:
                 )
             chunk = Chunk(rank=receipt.rank, offsets=spec.offsets, shape=spec.shape)
             chunks.setdefault(name, []).append(chunk)
-    values, rank_values = _split_values(receipts)
-    manifest = Manifest(
-        format=FORMAT,
-        version=version,
-        created=created,
-        files={
-            receipt.file: FileInfo(size=receipt.size, checksum=receipt.checksum, rank=receipt.rank)
-            for receipt in receipts
-        },
-        tensors={
-            name: msgspec.structs.replace(tensors[name], chunks=tuple(chunks[name]))
-            for name in sorted(tensors)
-        },
-        rank_tensors={name: tuple(rank_tensors[name]) for name in sorted(rank_tensors)},
-        values=values,
-        rank_values=rank_values,
-    )
-    check(manifest)
-    return manifest
+    whole_tensors = {
+        name: msgspec.structs.replace(tensors[name], chunks=tuple(chunks[name]))
+        for name in sorted(tensors)
+    }
+    return whole_tensors, {name: tuple(rank_tensors[name]) for name in sorted(rank_tensors)}
+
+
+def _merge_others(receipts: Sequence[Receipt]) -> dict[str, FileInfo]:
+    """Further files of all ranks."""
+    others: dict[str, FileInfo] = {}
+    for receipt in receipts:
+        for name, info in receipt.others.items():
+            if name in others or info.rank != receipt.rank:
+                raise _corrupt(f"rank {receipt.rank} names the file {name!r} of another rank", "")
+            others[name] = info
+    return others
 
 
 def _split_values(receipts: Sequence[Receipt]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
@@ -202,14 +264,14 @@ def check(manifest: Manifest, where: str = "") -> None:
     """Check that the parts of a manifest fit together.
 
     Raises:
-        CheckpointCorrupt: a rank has no file or two, a name leads out of the folder, or the chunks
-            of a tensor overlap or leave a hole.
+        CheckpointCorrupt: a rank has no file or two, a name leads out of the folder, the chunks of
+            a tensor overlap or leave a hole, or the bytes of one cannot lie where it says.
     """
     world = manifest.version.world
     ranks = sorted(info.rank for info in manifest.files.values())
     if world < 1 or ranks != list(range(world)):
         raise _corrupt(f"its files are of the ranks {ranks}, the world has {world}", where)
-    for name in manifest.files:
+    for name in (*manifest.files, *manifest.others):
         if not layout.is_plain_name(name):
             raise _corrupt(f"the file name {name!r} leads out of the checkpoint's folder", where)
     for name, info in manifest.tensors.items():
@@ -223,6 +285,58 @@ def check(manifest: Manifest, where: str = "") -> None:
             raise _corrupt(f"tensor {name!r} of single ranks has an impossible entry", where)
     if any(not 0 <= rank < world for rank in manifest.rank_values):
         raise _corrupt("it has values of a rank outside its world", where)
+    problem = _layout_problem(manifest)
+    if problem:
+        raise _corrupt(problem, where)
+
+
+def _layout_problem(manifest: Manifest) -> str:
+    """What is wrong with spans and further files; empty if nothing is."""
+    if manifest.layout == "safetensors":
+        if manifest.spans or manifest.others:
+            return "it has spans or further files, which safetensors files do without"
+        return ""
+    both = sorted(manifest.files.keys() & manifest.others.keys())
+    if both or any(info.rank >= manifest.version.world for info in manifest.others.values()):
+        return f"its further files are shards too ({both[:3]}) or of a rank outside its world"
+    held: dict[int, dict[str, int]] = {}
+    parts = [
+        (part.rank, name, info.dtype, part.shape)
+        for name, info in manifest.tensors.items()
+        for part in info.chunks
+    ] + [
+        (one.rank, name, one.dtype, one.shape)
+        for name, owners in manifest.rank_tensors.items()
+        for one in owners
+    ]
+    for rank, name, dtype, shape in parts:
+        mine = held.setdefault(rank, {})
+        if name in mine:
+            return f"rank {rank} has two parts of {name!r}, and bytes of one"
+        mine[name] = math.prod(shape) * ITEM_BYTES[dtype]
+    sizes = {info.rank: info.size for info in manifest.files.values()}
+    return _span_problem(manifest.spans, held, sizes)
+
+
+def _span_problem(
+    spans: Mapping[int, Mapping[str, Span]],
+    held: Mapping[int, Mapping[str, int]],
+    sizes: Mapping[int, int],
+) -> str:
+    """What is wrong with the spans of tensors of ``held`` bytes in files of ``sizes`` bytes."""
+    if spans.keys() != held.keys():
+        return f"bytes are named for the ranks {sorted(spans)}, the tensors are of {sorted(held)}"
+    for rank, tensors in held.items():
+        if spans[rank].keys() != tensors.keys():
+            names = sorted(spans[rank].keys() ^ tensors.keys())[:3]
+            return f"rank {rank}: only one of tensors and spans has {names}"
+        for name, (start, stop) in spans[rank].items():
+            if stop - start != tensors[name] or stop > sizes[rank]:
+                return (
+                    f"rank {rank}: {name!r} has {tensors[name]} bytes and lies at {start} to "
+                    f"{stop} of {sizes[rank]}"
+                )
+    return ""
 
 
 def _tensor_problem(info: TensorInfo, world: int) -> str:
@@ -320,12 +434,14 @@ def _decode(data: bytes, kind: type[_R], where: str) -> _R:
     try:
         number = msgspec.json.decode(data, type=_Format).format
         if number > FORMAT:
-            raise newer_format(number, where)
+            raise newer_format(number, where, FORMAT)
         record = msgspec.json.decode(_unseal(data), type=kind)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _corrupt(str(error), where) from error
     if record.format < 1:
         raise _corrupt(f"format {record.format} does not exist", where)
+    if record.format != format_of(record.layout):
+        raise _corrupt(f"format {record.format} has no {record.layout} files", where)
     return record
 
 

@@ -287,10 +287,10 @@ def parse_header(data: bytes | memoryview, size: int, *, where: str = "") -> Sha
         raise _corrupt(str(error), where) from error
 
 
-def newer_format(number: int, where: str) -> CheckpointError:
-    """The error for a file of a format that only a newer keepstep knows."""
+def newer_format(number: int, where: str, newest: int = FORMAT) -> CheckpointError:
+    """The error for a file of a format that only a newer keepstep knows; we know ``newest``."""
     return CheckpointError(
-        f"the checkpoint has format {number}, and this keepstep reads formats up to {FORMAT}",
+        f"the checkpoint has format {number}, and this keepstep reads formats up to {newest}",
         where=where,
         done="it was not read",
         advice="install the keepstep release that wrote it, or a newer one",

@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from keepstep.checkpoint import catalog, layout, torch_state, verify
 from keepstep.checkpoint.manifest import Manifest
-from keepstep.checkpoint.shard_file import ShardHeader, read_header
+from keepstep.checkpoint.shard_file import TensorSpec, read_header
 from keepstep.checkpoint.torch_nested import Spec
 from keepstep.checkpoint.torch_state import DTYPES, TORCH_DTYPES, Destination
 from keepstep.errors import CheckpointCorrupt, CheckpointMismatch
@@ -98,7 +98,7 @@ class ManifestReader(StorageReader):
     def __init__(self, folder: Path, content: Manifest, source: int) -> None:
         self._folder, self._manifest = folder, content
         self._files = content.files_by_rank()
-        self._headers: dict[int, ShardHeader] = {}
+        self._spans: dict[int, Mapping[str, tuple[int, int]]] = {}  # of verified files only
         self._chunks: dict[tuple[str, tuple[int, ...]], _Chunk] = {}
         self._metadata: dict[str, TensorStorageMetadata] = {}
         self.specs: dict[str, Spec] = {}
@@ -134,16 +134,24 @@ class ManifestReader(StorageReader):
         planner = _planner()
         planner.set_up_planner(dict(tensors), self.read_metadata(), False)
         items = planner.create_local_plan().items
-        for rank in sorted({self._chunk(item.storage_index).rank for item in items}):
+        wanted: dict[int, dict[str, _Chunk]] = {}
+        for item in items:
+            chunk = self._chunk(item.storage_index)
+            wanted.setdefault(chunk.rank, {})[item.storage_index.fqn] = chunk
+        for rank in sorted(wanted):
             info = self._manifest.files[self._files[rank]]
             path = layout.inside(self._folder, self._files[rank])
             _verify_file(path, info.size, info.checksum)
-            self._headers[rank] = read_header(path)
-        for item in items:
-            self._compare(item.storage_index.fqn, self._chunk(item.storage_index))
+            if self._manifest.layout == "safetensors":
+                header = read_header(path)
+                for name, chunk in wanted[rank].items():
+                    self._compare(name, chunk, header.tensors.get(name))
+                self._spans[rank] = header.spans
+            else:
+                # Nothing in the file is decoded: the manifest, checked as a whole, says it all.
+                self._spans[rank] = self._manifest.spans[rank]
 
-    def _compare(self, name: str, chunk: _Chunk) -> None:
-        found = self._headers[chunk.rank].tensors.get(name)
+    def _compare(self, name: str, chunk: _Chunk, found: TensorSpec | None) -> None:
         expected = (DTYPES[self.specs[name].dtype], chunk.shape)
         if found is None or (found.dtype, found.shape) != expected:
             raise CheckpointCorrupt(
@@ -191,9 +199,12 @@ class ManifestReader(StorageReader):
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _view(self, file: mmap.mmap, name: str, chunk: _Chunk) -> torch.Tensor:
-        start, stop = self._headers[chunk.rank].spans[name]
+        start, stop = self._spans[chunk.rank][name]
+        dtype = self.specs[name].dtype
         raw = torch.frombuffer(file, dtype=torch.uint8, count=stop - start, offset=start)
-        return raw.view(self.specs[name].dtype).view(chunk.shape)
+        if start % dtype.itemsize:
+            raw = raw.clone()  # another library's file need not align its tensors
+        return raw.view(dtype).view(chunk.shape)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between loads but the count of bytes."""
