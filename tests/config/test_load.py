@@ -295,6 +295,10 @@ def test_a_value_that_cannot_be_read_does_not_break_rules_by_its_default() -> No
             ["engine.name=nvrx", "nvrx.soft_limit_s=400"],
             "restart.pg_timeout_s is 600.0 and nvrx.soft_limit_s is 400.0 and",
         ),
+        (
+            ["engine.launcher=nvrx", "heartbeat.on_hang=report"],
+            "heartbeat.on_hang is report: NVRx ends a rank that hangs",
+        ),
     ],
 )
 def test_each_rule_is_checked_with_its_reason(given: list[str], said: str) -> None:
@@ -310,10 +314,10 @@ def test_the_table_above_breaks_every_rule() -> None:
         assert all(f"{name} is" in cases for name in rule.settings)
 
 
-def test_every_number_has_a_rule() -> None:
+def test_every_number_and_some_choices_have_a_rule() -> None:
     ruled = {name for rule in RULES for name in rule.settings}
     numbers = {name for name, kind in SETTINGS.items() if kind in (int, float)}
-    assert ruled - {"engine.launcher", "engine.restart"} == numbers
+    assert ruled - {"engine.launcher", "engine.restart", "heartbeat.on_hang"} == numbers
 
 
 def test_the_bounds_themselves_are_allowed() -> None:
@@ -336,7 +340,7 @@ def test_the_bounds_themselves_are_allowed() -> None:
 @pytest.mark.parametrize(
     "sets",
     [
-        ["restart.pg_timeout_s=10"],
+        ["restart.pg_timeout_s=10", "heartbeat.on_hang=report"],
         ["engine.launcher=nvrx", "restart.pg_timeout_s=10"],
         ["engine.checkpoint=nvrx", "restart.pg_timeout_s=10", "engine.restart=native"],
     ],

@@ -14,6 +14,8 @@ from keepstep.config.settings import Config
 _Number = int | float
 NVRX_HARD_FACTOR = 1.5
 """Hard limit of NVRx's in-process restart over the soft one."""
+NVRX_LEAST_S = 0.1
+"""Shortest soft limit: its monitors look ten times in that time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,7 @@ def _ten_intervals(interval_s: _Number, limit_s: _Number) -> bool:
 
 def soft_limit_s(config: Config) -> float:
     """How long a step may take with NVRx's in-process restart, seconds."""
-    return config.nvrx.soft_limit_s or 2 * config.heartbeat.min_limit_s
+    return _soft_limit_s(config.nvrx.soft_limit_s, config.heartbeat.min_limit_s)
 
 
 def hard_limit_s(soft_s: float) -> float:
@@ -57,12 +59,20 @@ def hard_limit_s(soft_s: float) -> float:
     return max(NVRX_HARD_FACTOR * soft_s, soft_s + 1)
 
 
+def _soft_limit_s(given_s: float, min_limit_s: float) -> float:
+    return max(given_s or 2 * min_limit_s, NVRX_LEAST_S)
+
+
 def _outlasts_hard_limit(pg_timeout_s: float, given_s: float, min_limit_s: float) -> bool:
-    return pg_timeout_s > hard_limit_s(given_s or 2 * min_limit_s)
+    return pg_timeout_s > hard_limit_s(_soft_limit_s(given_s, min_limit_s))
 
 
 def _nvrx_restart(config: Config) -> bool:
     return config.engine.parts.restart == "nvrx"
+
+
+def _nvrx_ends_ranks(config: Config) -> bool:
+    return "nvrx" in (config.engine.parts.restart, config.engine.parts.launcher)
 
 
 RULES: tuple[Rule, ...] = (
@@ -126,6 +136,13 @@ RULES: tuple[Rule, ...] = (
         "twice heartbeat.min_limit_s): torch would end ranks that NVRx was about to free; raise "
         "the first or lower the soft limit",
         when=_nvrx_restart,
+    ),
+    Rule(
+        settings=("heartbeat.on_hang",),
+        holds=lambda on_hang: on_hang == "restart",
+        reason="NVRx ends a rank that hangs and cannot only report it; leave it at restart, or use "
+        "keepstep's own launcher and restart",
+        when=_nvrx_ends_ranks,
     ),
 )
 
