@@ -1,4 +1,9 @@
-"""Finds out whether a checkpoint is still what was committed. Used by restore and command line."""
+"""Finds out whether a checkpoint is still what was committed. Used by restore and command line.
+
+Our own files say themselves what is in them, and are compared with the manifest. Of files of other
+libraries nothing is decoded: every tensor must lie inside a storage of them, and receipts that are
+still there must say the same as the manifest.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from keepstep.checkpoint import layout, manifest, shard_file
+from keepstep.checkpoint import layout, manifest, shard_file, torch_files
 from keepstep.checkpoint.manifest import FileInfo, Manifest, Receipt
 from keepstep.errors import CheckpointError, KeepstepError
 
@@ -15,7 +20,10 @@ _CHUNK = 16 << 20
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Something wrong with ``file``: ``kind`` is manifest, missing, size, checksum or header."""
+    """Something wrong with ``file``.
+
+    ``kind`` is manifest, missing, size, checksum, header or receipt.
+    """
 
     file: str
     kind: str
@@ -28,7 +36,7 @@ def verify(root: Path, folder: str, deep: bool = True) -> list[Problem]:
     Args:
         root: Folder of all checkpoints.
         folder: Name of the checkpoint's folder.
-        deep: Also read all data and compare the checksums; else only sizes and headers.
+        deep: Also read all data and compare the checksums; else only sizes, headers and receipts.
 
     Returns:
         What is wrong, in file order; empty if the checkpoint is good.
@@ -44,21 +52,23 @@ def verify(root: Path, folder: str, deep: bool = True) -> list[Problem]:
         detail = f"it is of step {found.version.step}"
         problems.append(Problem(file=layout.MANIFEST, kind="manifest", detail=detail))
     receipts: list[Receipt] = []
-    for file, info in found.files.items():
-        result = _check_file(path, file, info, found, deep)
-        if isinstance(result, Receipt):
-            receipts.append(result)
-        else:
-            problems.append(result)
-    if not problems:
+    for file, info in found.all_files().items():
+        problem = _check_bytes(path, file, info, deep)
+        if problem is None and file in found.files:
+            result = _check_content(path, file, info, found)
+            if isinstance(result, Receipt):
+                receipts.append(result)
+            else:
+                problem = result
+        if problem is not None:
+            problems.append(problem)
+    if not problems and len(receipts) == len(found.files):
         problems = _compare(found, receipts)
     return problems
 
 
-def _check_file(
-    path: Path, file: str, info: FileInfo, found: Manifest, deep: bool
-) -> Receipt | Problem:
-    """The receipt that the file as it is now would get, or what is wrong with it."""
+def _check_bytes(path: Path, file: str, info: FileInfo, deep: bool) -> Problem | None:
+    """What is wrong with the size or, if ``deep``, the checksum of the file."""
     try:
         target = layout.inside(path, file)
         size = target.stat().st_size
@@ -68,9 +78,27 @@ def _check_file(
         if deep and (checksum := file_checksum(target)) != info.checksum:
             detail = f"its checksum is {checksum}, committed was {info.checksum}"
             return Problem(file=file, kind="checksum", detail=detail)
-        header = shard_file.read_header(target)
     except FileNotFoundError:
         return Problem(file=file, kind="missing", detail="it is not there")
+    except OSError as error:
+        return _problem(file, "missing", error)
+    except CheckpointError as error:
+        return _problem(file, "header", error)
+    return None
+
+
+def _check_content(
+    path: Path, file: str, info: FileInfo, found: Manifest
+) -> Receipt | Problem | None:
+    """The receipt that the file as it is now would get, or what is wrong with it.
+
+    None: it is a good file of another library, and its receipt is not there any more.
+    """
+    try:
+        target = layout.inside(path, file)
+        if found.layout != "safetensors":
+            return _check_foreign(path, file, info, found)
+        header = shard_file.read_header(target)
     except OSError as error:
         return _problem(file, "missing", error)
     except CheckpointError as error:
@@ -81,8 +109,24 @@ def _check_file(
     return manifest.receipt_of(header, info.checksum)
 
 
+def _check_foreign(
+    path: Path, file: str, info: FileInfo, found: Manifest
+) -> Receipt | Problem | None:
+    spans = found.spans.get(info.rank, {})
+    misplaced = torch_files.misplaced(layout.inside(path, file), found.layout, spans)
+    if misplaced:
+        return Problem(file=file, kind="header", detail=misplaced)
+    name = layout.receipt_name(info.rank)
+    try:
+        return manifest.decode_receipt((path / name).read_bytes(), name)
+    except FileNotFoundError:
+        return None  # the manifest says all that a reader needs
+    except CheckpointError as error:
+        return _problem(name, "receipt", error)
+
+
 def _compare(found: Manifest, receipts: list[Receipt]) -> list[Problem]:
-    """Whether the files' own headers add up to the manifest again."""
+    """Whether what the files or their receipts say adds up to the manifest again."""
     try:
         again = manifest.assemble(receipts, found.created)
     except CheckpointError as error:
@@ -92,7 +136,7 @@ def _compare(found: Manifest, receipts: list[Receipt]) -> list[Problem]:
     wrong = [
         field for field in found.__struct_fields__ if getattr(again, field) != getattr(found, field)
     ]
-    detail = f"the files' headers say otherwise about: {', '.join(wrong)}"
+    detail = f"the files' own descriptions say otherwise about: {', '.join(wrong)}"
     return [Problem(file=layout.MANIFEST, kind="header", detail=detail)]
 
 

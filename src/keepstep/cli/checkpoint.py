@@ -17,11 +17,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from keepstep.checkpoint import catalog, layout, verify
+from keepstep.checkpoint import catalog, layout, manifest, verify
 from keepstep.checkpoint.manifest import Manifest
 from keepstep.errors import CheckpointNotFound, ExitCode, KeepstepError, UsageError
 
 app = typer.Typer(name="checkpoint", help="Look at the checkpoints of a run.", no_args_is_help=True)
+
+_OURS = "safetensors"
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or a folder of checkpoints.")]
 Step = Annotated[int | None, typer.Option("--step", help="Only checkpoints of this step.")]
@@ -38,6 +40,8 @@ def list_command(run: Run) -> None:
         unfinished = catalog.unfinished(root)
         if not infos:
             raise _nothing(root, damaged, unfinished)
+        # Only where files of other libraries are among them is it worth a column.
+        foreign = any(info.layout != _OURS for info in infos)
         rows = [
             [
                 str(info.step),
@@ -46,11 +50,13 @@ def list_command(run: Run) -> None:
                 f"{info.version.term}/{info.version.round}",
                 _size(info.nbytes),
                 _when(info.created),
+                *([info.layout] if foreign else []),
                 info.version.run,
             ]
             for info in infos
         ]
-        _table(["step", "folder", "ranks", "term/round", "size", "committed", "run"], rows)
+        head = ["step", "folder", "ranks", "term/round", "size", "committed"]
+        _table([*head, *(["layout"] if foreign else []), "run"], rows)
         for name in damaged:
             typer.echo(f"damaged, never used for a restore: {name}")
         for name in unfinished:
@@ -71,7 +77,7 @@ def verify_command(
         bad = 0
         for folder in _choose(root, step):
             problems = verify.verify(root, folder, deep=not quick)
-            typer.echo(f"{folder}: {'BAD' if problems else 'good'}")
+            typer.echo(f"{folder}: {'BAD' if problems else 'good'}{_layout(root, folder)}")
             for problem in problems:
                 typer.echo(f"  {problem.file}: {problem.kind}: {problem.detail}")
             bad += bool(problems)
@@ -140,6 +146,15 @@ def _step_of(folder: str) -> int:
     return -1 if parsed is None else parsed.step
 
 
+def _layout(root: Path, folder: str) -> str:
+    """Whose files the checkpoint consists of, if not ours and if it says so readably."""
+    try:
+        found = manifest.decode((root / folder / layout.MANIFEST).read_bytes()).layout
+    except (KeepstepError, OSError):
+        return ""  # what is wrong with the manifest is listed
+    return "" if found == _OURS else f" ({found} files)"
+
+
 def _nothing(
     root: Path, damaged: Sequence[str], unfinished: Sequence[str], which: str = ""
 ) -> CheckpointNotFound:
@@ -160,8 +175,10 @@ def _summary(folder: str, found: Manifest) -> dict[str, Any]:
         "format": found.format,
         "version": found.version,
         "created": found.created,
+        "layout": found.layout,
         "bytes": found.nbytes,
         "files": found.files,
+        "others": found.others,
         "tensors": found.tensors,
         "rank_tensors": found.rank_tensors,
         "values": {
@@ -176,11 +193,11 @@ def _show(folder: str, found: Manifest) -> None:
     typer.echo(
         f"{folder}: step {version.step} of run {version.run}, term {version.term}, round "
         f"{version.round}, {version.world} ranks, {_size(found.nbytes)}, committed "
-        f"{_when(found.created)}, format {found.format}"
+        f"{_when(found.created)}, format {found.format}, {found.layout} files"
     )
     _table(
         ["file", "size", "xxh3-128"],
-        [[name, _size(info.size), info.checksum] for name, info in found.files.items()],
+        [[name, _size(info.size), info.checksum] for name, info in found.all_files().items()],
     )
     _table(
         ["tensor", "dtype", "global shape", "shards"],
