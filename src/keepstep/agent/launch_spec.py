@@ -44,14 +44,31 @@ class Launch:
     local_ranks_filter: tuple[int, ...] | None
     """Local ranks whose output may reach the terminal; ``None``: all."""
     master_addr: str
-    """Address of this machine, without brackets."""
+    """Address of this machine, without brackets; with several nodes the host of
+    ``rdzv_endpoint``."""
     master_port: int
     """0: a free one for each round."""
     environ: dict[str, str]
     """The environment that every rank's own variables are added to."""
     argv: list[str]
     """keepstep's own command line, for the record."""
+    nnodes: int = 1
+    """Nodes of the job, at least 1; several only with NVRx's launcher."""
+    node_rank: int | None = None
+    """This node's number, below ``nnodes``; ``None``: nobody said."""
+    rdzv_endpoint: str = ""
+    """HOST:PORT where the nodes' launchers meet, an IPv6 address in brackets; port 0: a free one,
+    with one node only."""
+    rdzv_is_host: bool | None = None
+    """Whether this node's launcher hosts the rendezvous; ``None``: the host's name tells."""
+    local_addr: str = ""
+    """This machine's address for other nodes; empty: found out."""
     role: str = "default"
     """ROLE_NAME of the ranks."""
     notice_signals: tuple[str, ...] = TORCHRUN_SIGNALS
     """Signals at which ranks get the notice and ``run.grace_s`` seconds to commit."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of the whole job."""
+        return self.nproc * self.nnodes
