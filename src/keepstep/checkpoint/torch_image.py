@@ -28,7 +28,7 @@ class ShardImage:
     def __init__(self, snapshot: Snapshot, version: Version, rank: int) -> None:
         self._entries = snapshot.entries
         self.plan = ShardPlan(
-            [_spec(entry) for entry in snapshot.entries], version, rank, snapshot.values
+            [spec_of(entry) for entry in snapshot.entries], version, rank, snapshot.values
         )
 
     @property
@@ -58,7 +58,8 @@ class ShardImage:
             torch.cuda.synchronize(device)
 
 
-def _spec(entry: Entry) -> TensorSpec:
+def spec_of(entry: Entry) -> TensorSpec:
+    """What a shard file or a receipt says of ``entry``."""
     return TensorSpec(
         name=entry.name,
         dtype=DTYPES[entry.tensor.dtype],
