@@ -50,6 +50,8 @@ class FakeSaver:
         self.saved: list[int] = []
         self.names: list[list[str]] = []
         self.loads = 0
+        self.polls: list[list[int]] = []
+        self.finished: list[float] = []
 
     def save(self, state: dict[str, object], step: int) -> _Pending:
         """Implements ``engines.Saver``."""
@@ -62,6 +64,14 @@ class FakeSaver:
         self.loads += 1
         self.names.append(list(state))
         return self.resume
+
+    def poll(self) -> None:
+        """Implements ``engines.Saver``; remembers what was saved by then."""
+        self.polls.append(list(self.saved))
+
+    def finish(self, timeout_s: float) -> None:
+        """Implements ``engines.Saver``."""
+        self.finished.append(timeout_s)
 
 
 class _Progress:
@@ -129,6 +139,13 @@ def test_each_step_begins_and_ends_and_after_the_last_nothing_is_in_progress() -
         ("end", 2),
         ("begin", None),
     ]
+
+
+def test_after_each_completed_step_the_saver_is_polled_before_the_next_save() -> None:
+    saver = FakeSaver()
+    list(_job(saver, every=2).steps(4))
+    assert saver.polls == [[], [], [2], [2]]
+    assert saver.finished == []
 
 
 def test_a_loss_belongs_to_its_step_alone() -> None:

@@ -105,6 +105,22 @@ def test_the_last_save_is_told_also_when_the_run_stops_on_notice(engine: _Engine
     assert engine.saving == [3]
 
 
+def test_saves_are_finished_when_main_has_returned_or_stopped_and_only_then(
+    engine: _Engine,
+) -> None:
+    engine.rounds = 3
+
+    def main(job: keepstep.Job) -> None:
+        assert engine.savers[-1].finished == []
+        if job.world.round == 1:
+            raise ValueError("once")
+        if job.world.round == 2:
+            raise RunStopped
+
+    keepstep.run(main, settings={"checkpoint.write_limit_s": 7.0})
+    assert [saver.finished for saver in engine.savers] == [[], [7.0], [7.0]]
+
+
 def test_an_attempt_that_saved_nothing_waits_for_no_save(engine: _Engine) -> None:
     keepstep.run(lambda job: sum(job.steps(3)))
     assert engine.saving == [0]

@@ -21,15 +21,18 @@ class FakeRuntime:
         checkpoint = CheckpointSettings(dir=str(root))
         self.config = dataclasses.replace(Config(), checkpoint=checkpoint)
         self.start = SimpleNamespace(run="demo", rank=1, inc=0)
+        self.run_dir = root / "run"
         self.control = SimpleNamespace(on_stop=None)
         self.recorder = self
         self.driven = False
         self.emitted: list[tuple[str, int | None]] = []
+        self.data: list[EventData] = []
         self.phases: list[Phase] = []
 
     def emit(self, data: EventData, *, step: int | None = None) -> None:
         """As the recorder's."""
         self.emitted.append((data.kind, step))
+        self.data.append(data)
 
     def enter(self, phase: Phase, label: str = "") -> None:
         """As the runtime's."""

@@ -66,6 +66,14 @@ def test_a_round_from_the_start_loads_nothing(tmp_path: Path) -> None:
     assert writer.loaded == [] and runtime.emitted == []
 
 
+def test_neither_steps_nor_the_end_of_main_are_the_savers_business(tmp_path: Path) -> None:
+    runtime, writer = FakeRuntime(tmp_path), FakeShardWriter()
+    saver = _saver(runtime, writer)
+    saver.poll()
+    saver.finish(1.0)
+    assert writer.begun == [] and runtime.emitted == []
+
+
 def test_a_damaged_checkpoint_is_never_said_to_be_restored(tmp_path: Path) -> None:
     runtime = FakeRuntime(tmp_path)
     with pytest.raises(CheckpointCorrupt):

@@ -84,6 +84,18 @@ def test_closing_waits_for_the_last_save_and_ends_the_writer(tmp_path: Path) -> 
     assert layout.list_folders(tmp_path) == ["step-00000002", "step-00000003"]
 
 
+def test_finishing_waits_for_all_saves_and_leaves_the_saver_usable(tmp_path: Path) -> None:
+    engine = StandaloneEngine(_config(dir=str(tmp_path)))
+    saver = engine.saver(_world())
+    pending = saver.save({"w": torch.ones(2)}, 1)
+    saver.poll()
+    saver.finish(30.0)
+    assert pending.done()
+    saver.save({"w": torch.ones(2)}, 2)
+    engine.close()
+    assert layout.list_folders(tmp_path) == ["step-00000001", "step-00000002"]
+
+
 def _break(folder: Path) -> None:
     """Make every write into ``folder`` fail."""
     for name in os.listdir(folder):

@@ -126,6 +126,7 @@ class Job:
             )
         self._done = step
         self._progress.end_step(step, self._loss)
+        self._saver.poll()
         every = self._settings.every_steps
         if every and step % every == 0:
             self.save()

@@ -11,6 +11,7 @@ from keepstep.api.job import Job
 from keepstep.config import Config
 from keepstep.engines import Engine, choose
 from keepstep.errors import UsageError
+from keepstep.rank.restart import RunStopped
 from keepstep.rank.runtime import Runtime, current
 
 T = TypeVar("T")
@@ -45,9 +46,16 @@ def run(main: Callable[[Job], T], *, settings: Mapping[str, object] | None = Non
 
     def attempt(world: Any) -> T:
         nonlocal saving
-        job = Job(world, config.checkpoint, engine.saver(world), engine.progress, random_state)
+        saver = engine.saver(world)
+        job = Job(world, config.checkpoint, saver, engine.progress, random_state)
         try:
-            return main(job)
+            try:
+                result = main(job)
+            except RunStopped:
+                saver.finish(config.checkpoint.write_limit_s)
+                raise
+            saver.finish(config.checkpoint.write_limit_s)
+            return result
         finally:
             # Only the number is kept, also when the run stops on notice: the job holds the model,
             # which is to be freed before it is built again.

@@ -23,6 +23,16 @@ class Saver(Protocol):
     def load(self, state: dict[str, object]) -> int:
         """Fill ``state`` in place; returns the step it belongs to (0: nothing to load)."""
 
+    def poll(self) -> None:
+        """A step was completed; called on every rank at the same step."""
+
+    def finish(self, timeout_s: float) -> None:
+        """``main`` has returned or stopped on notice: wait for the saves begun, where that is the rank's business.
+
+        Raises:
+            SaveFailed: the last one failed, or is not committed after ``timeout_s`` seconds.
+        """
+
 
 class Engine(abc.ABC):
     """What ``keepstep.run`` needs from an engine."""

@@ -46,9 +46,9 @@ class NativeEngine(Engine):
             from keepstep.rank.no_groups import NoGroups
 
             return NoGroups()
-        from keepstep.rank.round_groups import RoundGroups
+        from keepstep.rank.round_groups import RoundGroups, control_meeting
 
-        return RoundGroups(self._runtime)
+        return RoundGroups(self._runtime, control_meeting(self._runtime))
 
     def saver(self, world: World) -> Saver:
         """Saves into the agent's slots; the coordinator commits."""
@@ -102,3 +102,9 @@ class LaunchedSaver:
         with self._events.restoring(self._world.resume, size):
             size.append(self._writer.load(state, self._root / self._world.folder))
         return self._world.resume
+
+    def poll(self) -> None:
+        """The node's writer goes on by itself."""
+
+    def finish(self, timeout_s: float) -> None:
+        """The coordinator waits for the last save before it ends the run."""

@@ -75,6 +75,18 @@ class StandaloneSaver:
         """Load the newest committed checkpoint, if there is one."""
         return self._checkpointer.restore(state)
 
+    def poll(self) -> None:
+        """A step was completed."""
+        self._checkpointer.poll()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the saves begun, while the ranks can still talk to each other.
+
+        Raises:
+            SaveFailed: one failed, or is not committed after ``timeout_s`` seconds.
+        """
+        self._checkpointer.finalize(timeout_s)
+
 
 class Once:
     """Implements ``ports.Restarter`` by calling the attempt once."""

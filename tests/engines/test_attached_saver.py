@@ -1,0 +1,264 @@
+"""Saving without a coordinator, in one rank: what is kept, what is told, what is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from keepstep.checkpoint import layout
+from keepstep.checkpoint.commit import commit
+from keepstep.checkpoint.lineage import Lineage
+from keepstep.checkpoint.torch_image import ShardImage
+from keepstep.checkpoint.torch_state import flatten
+from keepstep.checkpoint.writer import claim_folder
+from keepstep.engines import Saver
+from keepstep.engines.attached_saver import AttachedSaver
+from keepstep.errors import CheckpointMismatch, CheckpointNotFound, SaveFailed
+from keepstep.events import CheckpointUnusable
+from keepstep.ports import PendingWrite
+from keepstep.rank.checkpointer import Place
+from keepstep.rank.runtime import Runtime
+from keepstep.shm import Phase
+from keepstep.wire.types import Version, World
+from tests.checkpoint import shards
+from tests.engines.fakes import FakeRuntime
+
+_WORLD = World(rank=0, size=1, local_rank=0, local_size=1, node=0, round=1)
+
+
+class _Save:
+    """A save that commits when it is waited for, unless it has an error."""
+
+    def __init__(self, commit: Callable[[], object], error: str) -> None:
+        self._commit = commit
+        self._error = error
+        self._done = bool(error)
+
+    def staged(self) -> bool:
+        return True
+
+    def done(self) -> bool:
+        return self._done
+
+    def wait(self, timeout_s: float) -> None:
+        if self._error:
+            raise SaveFailed(self._error)
+        if not self._done:
+            self._done = True
+            self._commit()
+
+
+class _Writer:
+    """Writes in this process; saves of the steps in ``broken`` fail."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.broken: set[int] = set()
+        self.polls = 0
+        self.closed: list[bool] = []
+        self.last_bytes = 0
+
+    def begin(self, state: Mapping[str, object], version: Version, folder: Path) -> PendingWrite:
+        image = ShardImage(flatten(state, rank=0, world=1), version, 0)
+        data = bytearray(image.size)
+        image.write_into(data)
+        self.last_bytes = image.size
+        name = claim_folder(folder, version)
+        shards.write(folder, version, 0, bytes(data))
+        error = f"broken at {version.step}" if version.step in self.broken else ""
+        return _Save(lambda: commit(folder, name, version), error)
+
+    def load(self, state: Mapping[str, object], folder: Path) -> int:
+        raise NotImplementedError
+
+    def poll(self) -> None:
+        self.polls += 1
+
+    def close(self, *, abort: bool = False) -> None:
+        self.closed.append(abort)
+
+
+class _Rank:
+    """A rank's runtime, and the savers and writers of its rounds."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.runtime = FakeRuntime(self.checkpoints)
+        self.runtime.run_dir = root
+        self.writers: list[_Writer] = []
+
+    def saver(self) -> AttachedSaver:
+        return AttachedSaver(cast(Runtime, self.runtime), _WORLD, self._make)
+
+    def _make(self, place: Place) -> _Writer:
+        self.writers.append(_Writer(place))
+        return self.writers[-1]
+
+    def take_events(self) -> list[tuple[str, int | None]]:
+        emitted, self.runtime.emitted = self.runtime.emitted, []
+        return emitted
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> _Rank:
+    return _Rank(tmp_path)
+
+
+def _save(rank: _Rank, *steps: int, restored: int = 0) -> None:
+    """One round that saves ``steps``."""
+    saver = rank.saver()
+    assert saver.load({"w": torch.zeros(2)}) == restored
+    for step in steps:
+        saver.save({"w": torch.full((2,), float(step))}, step).wait(1.0)
+    saver.close()
+
+
+def test_it_is_a_saver_and_makes_its_writer_with_the_settings_of_the_run(rank: _Rank) -> None:
+    saver = rank.saver()
+    assert cast(Saver, saver) is saver
+    saver.poll()
+    saver.save({"w": torch.ones(1)}, 1)
+    (writer,) = rank.writers
+    place = writer.place
+    assert (place.root, place.rank, place.world) == (rank.checkpoints, 0, 1)
+    assert place.keep_last == rank.runtime.config.checkpoint.keep_last
+    saver.poll()
+    assert writer.polls == 1
+    saver.close()
+    rank.saver().close()  # never used: no writer was made
+    assert len(rank.writers) == 1
+
+
+def test_what_was_saved_is_restored_in_the_next_round_with_events_around_both(rank: _Rank) -> None:
+    saver, found = rank.saver(), torch.zeros(2)
+    assert saver.load({"w": found}) == 0
+    assert rank.take_events() == [], "nothing was loaded"
+    saver.save({"w": torch.full((2,), 5.0)}, 5)
+    saver.finish(1.0)
+    assert rank.take_events() == [("checkpoint.begin", 5), ("checkpoint.staged", 5)]
+    saver.close()
+    saver.close()
+    assert rank.writers[0].closed == [False]
+    later = rank.saver()
+    assert later.load({"w": found}) == 5
+    later.close()
+    assert found.tolist() == [5.0, 5.0]
+    assert rank.take_events() == [("restore.begin", 5), ("restore.end", 5)]
+    assert rank.runtime.phases == [Phase.SAVE, Phase.LOAD]
+
+
+def test_events_say_how_many_bytes_were_copied_and_read(rank: _Rank) -> None:
+    _save(rank, 5)
+    size = rank.writers[0].last_bytes
+    _save(rank, restored=5)
+    numbers = [getattr(data, "bytes", None) for data in rank.runtime.data]
+    assert numbers[:2] == [None, size]
+    assert numbers[2] is None and 0 < (numbers[3] or 0) <= size
+
+
+def test_each_round_is_a_term_of_the_run_and_what_a_rollback_abandons_stays_abandoned(
+    rank: _Rank,
+) -> None:
+    _save(rank, 5, 10)
+    shards.flip(rank.checkpoints / "step-00000010" / layout.shard_name(0), -1)
+    _save(rank, 7, restored=5)
+    shards.flip(rank.checkpoints / "step-00000010" / layout.shard_name(0), -1)  # good again
+    _save(rank, restored=7)
+    line = Lineage(rank.root, "demo", rank.checkpoints)
+    try:
+        assert line.term == 4
+        assert line.pick(frozenset()) == (7, "step-00000007")
+    finally:
+        line.close()
+
+
+def test_a_damaged_checkpoint_is_told_like_the_coordinator_does_and_never_said_to_be_restored(
+    rank: _Rank, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _save(rank, 5, 10, 15)
+    cut = rank.checkpoints / "step-00000015" / layout.MANIFEST
+    cut.write_bytes(cut.read_bytes()[:100])
+    shards.flip(rank.checkpoints / "step-00000010" / layout.shard_name(0), -1)
+    rank.take_events()
+    rank.runtime.data.clear()
+    _save(rank, restored=5)
+    assert rank.take_events() == [
+        ("checkpoint.unusable", 15),
+        ("restore.begin", 10),
+        ("checkpoint.unusable", 10),
+        ("restore.begin", 5),
+        ("restore.end", 5),
+    ]
+    told = [data for data in rank.runtime.data if isinstance(data, CheckpointUnusable)]
+    assert [data.folder for data in told] == ["step-00000015", "step-00000010"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"keepstep: checkpoint {data.folder} is not usable: {data.error}" for data in told
+    ]
+    assert "rank-00000.safetensors" in told[1].error
+
+
+def test_only_damaged_checkpoints_are_an_error(rank: _Rank) -> None:
+    _save(rank, 5)
+    shards.flip(rank.checkpoints / "step-00000005" / layout.shard_name(0), -1)
+    saver = rank.saver()
+    with pytest.raises(CheckpointNotFound):
+        saver.load({"w": torch.zeros(2)})
+    saver.close()
+
+
+def test_checkpoints_of_another_run_or_model_are_refused(rank: _Rank) -> None:
+    _save(rank, 5)
+    saver = rank.saver()
+    with pytest.raises(CheckpointMismatch, match="other"):
+        saver.load({"other": torch.zeros(2)})
+    saver.close()
+    rank.runtime.start.run = "second"
+    second = rank.saver()
+    with pytest.raises(CheckpointMismatch, match="of run demo, not of second"):
+        second.load({"w": torch.zeros(2)})
+    second.close()
+
+
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    rank: _Rank, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = rank.saver()
+    saver.save({"w": torch.ones(2)}, 1)
+    rank.writers[0].broken = {2, 3}
+    saver.save({"w": torch.ones(2)}, 2)
+    rank.take_events()
+    saver.save({"w": torch.ones(2)}, 3)
+    told = [("checkpoint.fail", 2), ("checkpoint.begin", 3), ("checkpoint.staged", 3)]
+    assert rank.take_events() == told
+    saver.save({"w": torch.ones(2)}, 4)
+    saver.finish(1.0)
+    saver.close()
+    assert [step for kind, step in rank.take_events() if kind == "checkpoint.fail"] == [3]
+    error = capsys.readouterr().err
+    assert "checkpoint of step 2 was not committed: broken at 2" in error
+    assert layout.list_folders(rank.checkpoints)[-1] == "step-00000004"
+
+
+def test_the_last_save_must_commit(rank: _Rank) -> None:
+    saver = rank.saver()
+    saver.save({"w": torch.ones(2)}, 1)
+    rank.writers[0].broken = {2}
+    saver.save({"w": torch.ones(2)}, 2)
+    with pytest.raises(SaveFailed, match="broken at 2"):
+        saver.close()
+    assert rank.writers[0].closed == [True]
+    saver.close()
+
+
+def test_an_abort_waits_for_nothing(rank: _Rank) -> None:
+    saver = rank.saver()
+    pending = saver.save({"w": torch.ones(2)}, 1)
+    saver.close(abort=True)
+    assert not pending.done()
+    assert rank.writers[0].closed == [True]
