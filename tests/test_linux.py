@@ -129,3 +129,68 @@ def test_the_owner_is_read_from_the_environment_a_process_was_started_with() -> 
 
 def test_the_table_of_processes_holds_this_one_with_its_parent_and_session() -> None:
     assert linux.parents()[os.getpid()] == (os.getppid(), os.getsid(0))
+
+
+def test_how_a_child_ended_can_be_read_until_its_parent_has_waited_for_it() -> None:
+    for code, text in ((3, "import sys; sys.exit(3)"), (-9, "import os; os.kill(os.getpid(), 9)")):
+        process = subprocess.Popen([sys.executable, "-c", text])
+        found = wait_until(lambda child=process: linux.exit_code(child.pid), "it has ended")  # type: ignore[misc]
+        assert found == code
+        assert process.wait() == code
+        assert linux.exit_code(process.pid) is None
+    assert linux.exit_code(os.getpid()) is None
+
+
+def test_what_an_ended_rank_owned_is_ended_with_its_descendants_and_nothing_else() -> None:
+    sleep = ["sleep", "1000"]
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    owned = subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & echo $!; wait"],
+        env={**os.environ, linux.OWNER: str(dead.pid)},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    [child] = _first_line(owned)
+    other = subprocess.Popen(sleep, env={**os.environ, linux.OWNER: str(os.getpid())})
+    linux.end_owned(dead.pid)
+    assert owned.wait() == -signal.SIGKILL
+    wait_until(lambda: not lives(child), "its child has ended")
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+    assert owned.stdout is not None
+    owned.stdout.close()
+
+
+def test_the_orphans_of_a_session_are_ended_though_its_leader_is_gone() -> None:
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 1000 >&2 & echo $!"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as leader:
+        [orphan] = _first_line(leader)
+        leader.wait()
+        assert lives(orphan)
+        linux.end_owned(leader.pid)
+        wait_until(lambda: not lives(orphan), "the orphan has ended")
+
+
+def test_only_what_was_started_with_the_variables_and_early_enough_is_ended() -> None:
+    def sleeper(**variables: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "1000"], env={**os.environ, **variables})
+
+    wanted = {"PROCESS_TEST_ONE": "1", "PROCESS_TEST_TWO": "2"}
+    old, half = sleeper(**wanted), sleeper(PROCESS_TEST_ONE="1")
+    assert linux.started_with(old.pid, "PROCESS_TEST_TWO") == "2"
+    assert linux.started_with(half.pid, "PROCESS_TEST_TWO") == ""
+    begun = linux.uptime()
+    linux.end_older(wanted, begun - 60.0)
+    assert [old.poll(), half.poll()] == [None, None]
+    linux.end_older(wanted, begun + 60.0)
+    assert old.wait() == -signal.SIGKILL
+    assert half.poll() is None
+    half.kill()
+    half.wait()

@@ -130,7 +130,8 @@ class RestartEnd(EventData):
 
 @_kind("rank.start")
 class RankStart(EventData):
-    """A process got a rank number. ``method`` is fork or spawn, ``spare`` whether it was parked."""
+    """A process got a rank number. ``method`` is fork or spawn, or exec where another launcher
+    started it; ``spare`` is whether it was parked."""
 
     pid: int
     incarnation: int
@@ -141,13 +142,15 @@ class RankStart(EventData):
 @_kind("rank.exit")
 class RankExit(EventData):
     """A rank's process ended. ``code`` is the exit code (-N: by signal N), ``oom`` whether the
-    kernel killed it for memory, ``by_us`` whether keepstep ended it."""
+    kernel killed it for memory, ``by_us`` whether keepstep or the launcher ended it. ``seen`` is
+    whether the code could be read: where the launcher alone saw it, ``code`` is 0."""
 
     pid: int
     incarnation: int
     code: int
     oom: bool = False
     by_us: bool = False
+    seen: bool = True
 
 
 @_kind("rank.suspect")
@@ -168,6 +171,16 @@ class RankHung(EventData):
     phase: str
     evidence: str
     stack: str = ""
+
+
+@_kind("rank.beat")
+class RankBeat(EventData):
+    """The longest time without progress since the last such event, where another launcher limits
+    it: ``limit_s`` is what that launcher allows in ``section`` (step, section:NAME, a phase)."""
+
+    age_s: float
+    limit_s: float
+    section: str
 
 
 @_kind("rank.failed")

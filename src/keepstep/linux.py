@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from keepstep.clock import SYSTEM
@@ -61,6 +61,11 @@ def kill_tree(pid: int) -> None:
     """SIGKILL ``pid``, its descendants and every process of the session it leads."""
     table = parents()
     doomed = {pid} | {other for other, (_, session) in table.items() if session == pid}
+    _kill(doomed, table)
+
+
+def _kill(doomed: set[int], table: dict[int, tuple[int, int]]) -> None:
+    """SIGKILL ``doomed`` and their descendants in ``table``."""
     grew = True
     while grew:
         more = {other for other, (parent, _) in table.items() if parent in doomed} - doomed
@@ -71,15 +76,76 @@ def kill_tree(pid: int) -> None:
             os.kill(victim, signal.SIGKILL)
 
 
+def end_owned(pid: int) -> None:
+    """SIGKILL what a rank that has ended left behind: the session that it led, and processes whose
+    environment names it as their ``OWNER``; with their descendants."""
+    table = parents()
+    left = {other for other, (_, session) in table.items() if session == pid or owner(other) == pid}
+    _kill(left - {pid}, table)
+
+
+def end_older(variables: Mapping[str, str], uptime_s: float) -> None:
+    """SIGKILL processes that were started with ``variables`` before ``uptime_s``, with their
+    descendants.
+
+    This also finds what was forked off and left its session: such a process shows the environment
+    that the program it was forked from was started with.
+    """
+    table = parents()
+    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
+    found = {pid for pid in table if wanted <= _environ(pid) and _started(pid) < uptime_s}
+    _kill(found - {os.getpid()}, table)
+
+
+def uptime() -> float:
+    """Seconds since the machine started, as ``end_older`` takes them."""
+    return float(Path("/proc/uptime").read_text().split()[0])
+
+
+def started_with(pid: int, name: str) -> str:
+    """The value of a variable in the environment that ``pid`` was started with; empty: none."""
+    head = f"{name}=".encode()
+    found = (entry.removeprefix(head) for entry in _environ(pid) if entry.startswith(head))
+    return next((value.decode(errors="replace") for value in found), "")
+
+
+def _environ(pid: int) -> set[bytes]:
+    try:
+        return set(Path("/proc", str(pid), "environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the third on; empty if the process is gone."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_bytes()
+    except OSError:
+        return []
+    return stat[stat.rindex(b")") + 2 :].split()
+
+
+def _started(pid: int) -> float:
+    """Uptime in seconds at which ``pid`` was started; infinite if it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else float("inf")
+
+
+def exit_code(pid: int) -> int | None:
+    """How the process ended (-N: by signal N), read while its parent has not waited for it yet.
+
+    None if it lives or if nothing is left of it.
+    """
+    fields = _stat(pid)
+    if not fields or fields[0] != b"Z":
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49]))
+
+
 def owner(pid: int) -> int:
     """The process that ``OWNER`` names in the environment ``pid`` was started with (0: none)."""
-    try:
-        variables = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
-    except OSError:
-        return 0
-    head = f"{OWNER}=".encode()
-    values = (entry.removeprefix(head) for entry in variables if entry.startswith(head))
-    return next((int(value) for value in values if value.isdigit()), 0)
+    value = started_with(pid, OWNER)
+    return int(value) if value.isdecimal() else 0
 
 
 def children() -> set[int]:

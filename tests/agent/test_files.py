@@ -105,3 +105,28 @@ def test_a_file_that_cannot_be_opened_yet_gets_all_its_lines_later(tmp_path: Pat
     folder.mkdir()
     files.close()
     assert (folder / "agent.jsonl").read_bytes() == b"one\ntwo\n"
+
+
+def test_lines_that_somebody_else_drained_go_to_the_file_that_is_named(tmp_path: Path) -> None:
+    files = EventFiles(tmp_path, "agent.jsonl")
+    files.append("first.jsonl", [b"1\n", b"2\n"])
+    files.finish("first.jsonl")
+    files.append("second.jsonl", [b"3\n"])
+    files.append("first.jsonl", [b"late\n"])
+    files.finish("never-used.jsonl")
+    files.close()
+    assert (tmp_path / "first.jsonl").read_bytes() == b"1\n2\nlate\n"
+    assert (tmp_path / "second.jsonl").read_bytes() == b"3\n"
+    assert not (tmp_path / "never-used.jsonl").exists()
+
+
+def test_a_finished_file_that_storage_does_not_take_yet_is_written_later(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    files = EventFiles(folder, "agent.jsonl")
+    folder.rmdir()
+    files.append("rank.jsonl", [b"1\n"])
+    files.finish("rank.jsonl")
+    folder.mkdir()
+    wait_until(lambda: (folder / "rank.jsonl").exists(), "the file is written")
+    files.close()
+    assert (folder / "rank.jsonl").read_bytes() == b"1\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.agent.hangs import HangWatch
+from keepstep.agent.hangs import HangWatch, bounds_of
 from keepstep.agent.processes import RankProcess
 from keepstep.config import Config
 from keepstep.config.settings import HeartbeatSettings
@@ -31,7 +31,7 @@ class _Node:
     def __init__(self, ranks: list[RankProcess], folder: Path) -> None:
         self.ranks = ranks
         self.now = 1000.0
-        self.watch = HangWatch(_CONFIG, folder, _TICK_S)
+        self.watch = HangWatch[RankProcess](bounds_of(_CONFIG), folder, _TICK_S)
         self.stalls: list[Stalled] = []
         self.suspects: list[tuple[int, float, float]] = []  # rank, when, limit
 

@@ -13,7 +13,7 @@ from keepstep import events
 from keepstep.agent.children import Children
 from keepstep.agent.console import Console
 from keepstep.agent.files import EventFiles
-from keepstep.agent.hangs import HangWatch
+from keepstep.agent.hangs import HangWatch, bounds_of
 from keepstep.agent.health_watch import HealthWatch
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.processes import RankProcess
@@ -87,7 +87,7 @@ class Agent:
         self._slots = Slots(spec.config.checkpoint.dir)
         self._tails = Tails(console.show)
         self._health = HealthWatch(checks, self._loop.wake)
-        self._watch = HangWatch(spec.config, spec.run_dir, _TICK_S)
+        self._watch = HangWatch[RankProcess](bounds_of(spec.config), spec.run_dir, _TICK_S)
         self._roster = Roster(
             spec,
             self._children,

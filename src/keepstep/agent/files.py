@@ -38,6 +38,11 @@ class _Sink:
         except OSError:
             return  # a full disk must not end a run; the numbers of the events show the gap
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._waiting
+
     def close(self) -> None:
         """Close; what the file never took is lost."""
         if self._file is not None:
@@ -57,6 +62,9 @@ class EventFiles:
         self._lock = threading.Lock()
         self._boards: dict[Board, _Sink] = {}
         self._ended: list[Board] = []
+        self._named: dict[str, _Sink] = {}
+        self._given: dict[str, list[bytes]] = {}
+        self._finished: list[str] = []
         self._own = _Sink(folder / own)
         self._lines: list[bytes] = []
         self._stop = threading.Event()
@@ -79,6 +87,16 @@ class EventFiles:
         with self._lock:
             self._ended.append(board)
 
+    def append(self, name: str, lines: list[bytes]) -> None:
+        """Append ``lines`` to the file ``name``, for who drains boards himself; never blocks."""
+        with self._lock:
+            self._given.setdefault(name, []).extend(lines)
+
+    def finish(self, name: str) -> None:
+        """Nothing more comes for the file ``name``."""
+        with self._lock:
+            self._finished.append(name)
+
     def close(self) -> None:
         """Write everything that is left."""
         self._stop.set()
@@ -86,7 +104,7 @@ class EventFiles:
         if not self._thread.is_alive():
             self._drain()
             self._own.close()
-            for sink in self._boards.values():
+            for sink in (*self._boards.values(), *self._named.values()):
                 sink.close()
 
     def _run(self) -> None:
@@ -98,12 +116,29 @@ class EventFiles:
             lines, self._lines = self._lines, []
             boards = dict(self._boards)
             ended, self._ended = self._ended, []
+            given, self._given = self._given, {}
+            finished, self._finished = self._finished, []
         self._own.write(lines)
         for board, sink in boards.items():
             sink.write(board.take_lines())
+        for name in given:
+            self._named.setdefault(name, _Sink(self._folder / name))
+        for name, sink in self._named.items():
+            sink.write(given.get(name, []))
+        self._finish(finished)
         for board in ended:
             with self._lock:
                 ended_sink = self._boards.pop(board, None)
             if ended_sink is not None:
                 ended_sink.close()
             board.close()
+
+    def _finish(self, names: list[str]) -> None:
+        for name in names:
+            sink = self._named.get(name)
+            if sink is not None and sink.empty:
+                sink.close()
+                del self._named[name]
+            elif sink is not None:  # storage took nothing yet
+                with self._lock:
+                    self._finished.append(name)

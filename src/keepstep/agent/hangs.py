@@ -4,19 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from keepstep import events, policy
-from keepstep.agent.processes import RankProcess, state_letter, traced
+from keepstep.agent.processes import state_letter, traced
 from keepstep.config import Config
-from keepstep.shm import Phase
+from keepstep.shm import Board, Phase
 from keepstep.wire.messages import Evidence, Stalled
 from keepstep.wire.types import STACK_SIGNAL, stack_file
 
 _STACK_WAIT_S = 0.3
 _UNWATCHED = (Phase.PARKED, Phase.WAIT)
+
+
+Bounds = Callable[[Phase], tuple[float, float]]
+"""Seconds by phase: nobody is over its limit earlier, and no limit is learned above."""
+
+
+class Watched(Protocol):
+    """What is read of a rank's process."""
+
+    ticket: int
+    """A number that no other process has."""
+    rank: int
+    inc: int
+    pid: int
+    board: Board
+    adopted: bool
+    """Whether the script uses ``keepstep.run``."""
+    resumed_at: int
+    """The step that its round went on from."""
+
+
+P = TypeVar("P", bound=Watched)
+
+
+def bounds_of(config: Config) -> Bounds:
+    """The bounds that the settings give."""
+    beats = config.heartbeat
+    high = {
+        Phase.SECTION: beats.section_limit_s,
+        Phase.SAVE: config.checkpoint.write_limit_s,
+    }
+    return lambda phase: (beats.min_limit_s, high.get(phase, beats.start_limit_s))
 
 
 @dataclass(slots=True)
@@ -31,37 +64,37 @@ class _Seen:
     asked: float = 0.0
 
 
-class HangWatch:
+class HangWatch(Generic[P]):
     """Learns how long phases take and finds ranks that exceed it.
 
     Args:
-        config: settings. run_dir: where ranks write their stacks.
+        bounds: of the limits. run_dir: where ranks write their stacks.
         interval_s: How often ``look`` is called.
     """
 
-    def __init__(self, config: Config, run_dir: Path, interval_s: float) -> None:
-        self._config = config
+    def __init__(self, bounds: Bounds, run_dir: Path, interval_s: float) -> None:
+        self._bounds = bounds
         self._run_dir = run_dir
         self._learned = policy.LearnedLimits()
         self._watch = policy.Watch(interval_s)
         self._seen: dict[int, _Seen] = {}
         self._reported: dict[int, float] = {}
 
-    def forget(self, process: RankProcess) -> None:
+    def forget(self, process: P) -> None:
         """The process is gone."""
         self._seen.pop(process.ticket, None)
         self._reported.pop(process.ticket, None)
 
     def look(
-        self, ranks: Sequence[RankProcess], now: float
-    ) -> tuple[Stalled | None, list[tuple[RankProcess, events.RankSuspect]]]:
+        self, ranks: Sequence[P], now: float
+    ) -> tuple[Stalled | None, list[tuple[P, events.RankSuspect]]]:
         """Look at all ranks of the node.
 
         Returns:
             Evidence about all of them if somebody is over its limit, and those newly suspect.
         """
         self._watch.tick(now)
-        suspects: list[tuple[RankProcess, events.RankSuspect]] = []
+        suspects: list[tuple[P, events.RankSuspect]] = []
         over = False
         for process in ranks:
             seen = self._seen.setdefault(process.ticket, _Seen())
@@ -93,7 +126,7 @@ class HangWatch:
             self._reported[process.ticket] = self._seen[process.ticket].progress
         return Stalled(ranks=[self._evidence(p, now) for p in ranks]), suspects
 
-    def _learn(self, process: RankProcess, seen: _Seen) -> None:
+    def _learn(self, process: P, seen: _Seen) -> None:
         board = process.board
         phase, label, progress, steps = board.phase, board.label, board.last_progress, board.steps
         if steps != seen.steps:
@@ -105,23 +138,18 @@ class HangWatch:
             )
         seen.phase, seen.label, seen.progress, seen.steps = phase, label, progress, steps
 
-    def _limits(self, seen: _Seen, process: RankProcess) -> policy.Limits:
-        beats = self._config.heartbeat
-        bound = beats.start_limit_s
-        if seen.phase == Phase.SECTION:
-            bound = beats.section_limit_s
-        elif seen.phase == Phase.SAVE:
-            bound = self._config.checkpoint.write_limit_s
+    def _limits(self, seen: _Seen, process: P) -> policy.Limits:
+        floor, bound = self._bounds(seen.phase)
         first = seen.phase == Phase.STEP and process.board.done == process.resumed_at
         return self._learned.of(
             seen.phase.name.lower(),
-            floor_s=beats.min_limit_s,
+            floor_s=floor,
             bound_s=bound,
             label=seen.label,
             first=first,
         )
 
-    def _evidence(self, process: RankProcess, now: float) -> Evidence:
+    def _evidence(self, process: P, now: float) -> Evidence:
         seen, board = self._seen[process.ticket], process.board
         waiting = seen.phase in _UNWATCHED
         limits = self._limits(seen, process)
@@ -139,13 +167,13 @@ class HangWatch:
             stack=self._stack(process),
         )
 
-    def _ask_stack(self, process: RankProcess) -> None:
+    def _ask_stack(self, process: P) -> None:
         if stack_file(self._run_dir, process.rank, process.inc).exists():
             # The handler is in place: the signal is harmless.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, STACK_SIGNAL)
 
-    def _stack(self, process: RankProcess) -> str:
+    def _stack(self, process: P) -> str:
         try:
             file = stack_file(self._run_dir, process.rank, process.inc)
             text = file.read_text(errors="replace")
