@@ -418,3 +418,21 @@ def test_four_faults_add_up() -> None:
     result = account(four_faults().events)
     assert adds_up(result)
     assert result.categories_ns["productive"] == 10_000_000_000
+
+
+def test_ranks_of_another_launcher_that_never_join_work_in_the_round_that_was_announced() -> None:
+    log = RunLog()
+    log.launch(0.0)
+    for number, pids, t in ((1, [10, 11], 0.0), (2, [12, 13], 10.0)):
+        ready = ev.RoundReady(pids={str(rank): pid for rank, pid in enumerate(pids)}, resume=0)
+        log.add(t + 2.0, ready, round=number)
+        log.steps(t + 2.0, 1, 6, 0)
+        if number == 1:
+            log.restart(t + 8.0, 1)
+    log.end(18.0)
+    assert seconds(account(log.events)) == {
+        "startup": 2.0,
+        "lost_work": 6.0,
+        "restart": 4.0,
+        "productive": 6.0,
+    }

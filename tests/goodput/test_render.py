@@ -84,6 +84,18 @@ def test_section_names_and_failed_saves_are_shown_as_they_are() -> None:
     assert "Checkpoints 0 committed (0 bytes), 1 failed" in lines
 
 
+def test_the_heartbeats_closest_to_their_limit_are_named_first_and_at_most_eight() -> None:
+    log = RunLog()
+    log.launch(0.0)
+    for rank in range(10):
+        beat = ev.RankBeat(age_s=1.0 + rank, limit_s=60.0, section="step")
+        log.add(1.0, beat, src="agent", rank=rank)
+    text = " ".join(shown(closing_table(from_events(log.events))))
+    assert "Heartbeats longest silence: rank 9 10.0 s of 60.0 s (step), rank 8" in text
+    assert "rank 2 3.00 s of 60.0 s (step), 2 more less close" in text
+    assert "Heartbeats" not in " ".join(shown(closing_table(from_events(four_faults().events))))
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -23,6 +23,7 @@ def test_json_form_is_version_1(tmp_path: Path) -> None:
         "categories",
         "faults",
         "checkpoints",
+        "heartbeats",
     ]
     assert (record["v"], record["run"], record["engine"]) == (1, "invented", "native")
     assert (record["wall_s"], record["goodput"]) == (303.0, 0.6601)
@@ -44,6 +45,26 @@ def test_json_form_is_version_1(tmp_path: Path) -> None:
         "stall_s": {"median": 2.0, "max": 2.0},
         "save_s": {"median": 3.0, "max": 3.0},
     }
+    assert record["heartbeats"] == []
+
+
+def test_each_rank_s_heartbeat_that_came_closest_to_its_limit_is_reported() -> None:
+    log = RunLog()
+    log.launch(0.0)
+    beats = [
+        (0, ev.RankBeat(age_s=3.0, limit_s=60.0, section="step")),
+        (0, ev.RankBeat(age_s=100.0, limit_s=3600.0, section="section:eval")),
+        (1, ev.RankBeat(age_s=1.0, limit_s=60.0, section="step")),
+        (1, ev.RankBeat(age_s=31.0, limit_s=60.0, section="step")),
+        (1, ev.RankBeat(age_s=2.0, limit_s=60.0, section="step")),
+    ]
+    for rank, beat in beats:
+        log.add(1.0, beat, src="agent", rank=rank)
+    record = msgspec.to_builtins(to_json(from_events(log.events)))
+    assert record["heartbeats"] == [
+        {"rank": 0, "age_s": 3.0, "limit_s": 60.0, "section": "step"},
+        {"rank": 1, "age_s": 31.0, "limit_s": 60.0, "section": "step"},
+    ]
 
 
 def test_a_fault_in_json_begins_with_the_keys_of_version_1() -> None:

@@ -84,7 +84,7 @@ class _Builder:
     def _opens_launch(self, event: Event) -> bool:
         if event.kind == "run.begin":
             return event.node == 0 and (self._begun or bool(self._round_of))
-        if event.round is None:
+        if not event.round:
             return False
         if event.kind in ("round.begin", "round.ready"):
             told = [number for number, entry in self.launches[-1].rounds.items() if entry.told]
@@ -111,8 +111,9 @@ class _Builder:
 
 
 def _number(launch: Launch, event: Event) -> int:
-    """The round of an event; where its head has none, the newest one that was ready."""
-    if event.round is not None:
+    """The round of an event; where its head has none (0: a rank under another launcher that has
+    not joined one), the newest one that was ready."""
+    if event.round:
         return event.round
     return max((number for number, entry in launch.rounds.items() if entry.told), default=0)
 

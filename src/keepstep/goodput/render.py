@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.goodput.faults import Fault
-from keepstep.goodput.report import Checkpoints, Report, Spread
+from keepstep.goodput.report import Checkpoints, Heartbeat, Report, Spread
 
 _BAR = 24
+_BEATS = 8
 _NAMES = {
     "productive": "productive",
     "lost_work": "lost work",
@@ -32,6 +33,7 @@ def closing_table(report: Report) -> RenderableType:
         split_table(report),
         Text(),
         _checkpoints_line(report.checkpoints),
+        *_heartbeat_lines(report.heartbeats),
     )
 
 
@@ -143,3 +145,18 @@ def _spread(name: str, spread: Spread) -> list[str]:
     if spread.median is None or spread.max is None:
         return []
     return [f"{name} {duration(spread.median)}, at most {duration(spread.max)}"]
+
+
+def _heartbeat_lines(heartbeats: list[Heartbeat]) -> list[RenderableType]:
+    """The ranks that came closest to their launcher's limit, the closest first."""
+    if not heartbeats:
+        return []
+    ordered = sorted(heartbeats, key=lambda one: one.age_s / (one.limit_s or 1.0), reverse=True)
+    shown = [
+        f"rank {one.rank} {duration(one.age_s)} of {duration(one.limit_s)} ({one.section})"
+        for one in ordered[:_BEATS]
+    ]
+    more = len(ordered) - _BEATS
+    tail = f", {more} more less close" if more > 0 else ""
+    head = ("Heartbeats", "bold")
+    return [Text(), Text.assemble(head, f" longest silence: {', '.join(shown)}{tail}")]

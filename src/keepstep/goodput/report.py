@@ -45,6 +45,17 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Heartbeat:
+    """How long a rank once made no progress, in ``section``, and what its launcher allows there:
+    where that came closest to its limit. Seconds."""
+
+    rank: int
+    age_s: float
+    limit_s: float
+    section: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """All there is to say about a run folder. ``launches``: how often it was started."""
 
@@ -54,6 +65,8 @@ class Report:
     accounting: Accounting
     faults: list[Fault]
     checkpoints: Checkpoints
+    heartbeats: list[Heartbeat]
+    """By rank; empty where no other launcher limits them."""
 
     @property
     def wall_s(self) -> float:
@@ -98,6 +111,7 @@ def from_events(events: list[Event]) -> Report:
         accounting=split(launches),
         faults=listed(launches),
         checkpoints=_checkpoints(events),
+        heartbeats=_heartbeats(events),
     )
 
 
@@ -112,6 +126,7 @@ def to_json(report: Report) -> dict[str, object]:
         "categories": report.categories,
         "faults": [_fault(fault) for fault in report.faults],
         "checkpoints": asdict(report.checkpoints),
+        "heartbeats": [asdict(one) for one in report.heartbeats],
     }
 
 
@@ -197,6 +212,29 @@ def _checkpoints(events: list[Event]) -> Checkpoints:
         stall_s=_spread(list(stalls.values())),
         save_s=_spread(save_s),
     )
+
+
+def _heartbeats(events: list[Event]) -> list[Heartbeat]:
+    """For each rank the one that came closest to its limit."""
+    found: dict[int, Heartbeat] = {}
+    for event in events:
+        if event.kind != ev.RankBeat.kind or event.rank is None:
+            continue
+        try:
+            data = ev.data_of(event)
+        except msgspec.ValidationError:
+            continue
+        if isinstance(data, ev.RankBeat):
+            beat = Heartbeat(
+                rank=event.rank,
+                age_s=round(data.age_s, 6),
+                limit_s=round(data.limit_s, 6),
+                section=data.section,
+            )
+            before = found.setdefault(event.rank, beat)
+            if beat.age_s * before.limit_s > before.age_s * beat.limit_s:
+                found[event.rank] = beat
+    return [found[rank] for rank in sorted(found)]
 
 
 def _spread(values: list[float]) -> Spread:
