@@ -14,6 +14,27 @@ from keepstep.errors import CheckpointCorrupt, CheckpointError
 from keepstep.wire.types import Version
 from tests.checkpoint.shards import image, make_version
 
+FORMAT_1_RECEIPT = (
+    b'{"digest":"ff8b79610ec42dec550114db43b232ef","format":1,"version":{"run":"demo","term":1,'
+    b'"round":1,"step":5,"world":2},"rank":0,"file":"rank-00000.safetensors","size":4133,'
+    b'"checksum":"00000000000000000000000000000000","tensors":{"count":{"name":"count",'
+    b'"dtype":"I64","shape":[],"global_shape":[],"offsets":[],"kind":"shard"},"weight":{'
+    b'"name":"weight","dtype":"F32","shape":[2,3],"global_shape":[4,3],"offsets":[0,0],'
+    b'"kind":"shard"},"rng":{"name":"rng","dtype":"U8","shape":[5],"global_shape":[5],'
+    b'"offsets":[0],"kind":"rank"}},"values":{"lr":0.1,"seen":0}}\n'
+)
+FORMAT_1_MANIFEST = (
+    b'{"digest":"305e826cb5b02cbd7f69833c1443a5ae","format":1,"version":{"run":"demo","term":1,'
+    b'"round":1,"step":5,"world":2},"created":12.5,"files":{"rank-00000.safetensors":{"size":4133,'
+    b'"checksum":"00000000000000000000000000000000","rank":0},"rank-00001.safetensors":{'
+    b'"size":4125,"checksum":"00000000000000000000000000000000","rank":1}},"tensors":{"count":{'
+    b'"dtype":"I64","global_shape":[],"chunks":[{"rank":0,"offsets":[],"shape":[]}]},"weight":{'
+    b'"dtype":"F32","global_shape":[4,3],"chunks":[{"rank":0,"offsets":[0,0],"shape":[2,3]},{'
+    b'"rank":1,"offsets":[2,0],"shape":[2,3]}]}},"rank_tensors":{"rng":[{"rank":0,"dtype":"U8",'
+    b'"shape":[5]},{"rank":1,"dtype":"U8","shape":[5]}]},"values":{"lr":0.1},"rank_values":{"0":{'
+    b'"seen":0},"1":{"seen":10}}}\n'
+)
+
 
 def _receipt(version: Version, rank: int, **values: Any) -> Receipt:
     data = image(version, rank, values=values or None)
@@ -65,6 +86,16 @@ def test_equal_manifests_give_equal_bytes_and_decode_to_the_same() -> None:
     assert manifest.encode(manifest.decode(text)) == text
     receipt = manifest.encode_receipt(receipts[0])
     assert manifest.decode_receipt(receipt) == receipts[0]
+
+
+def test_the_bytes_of_format_1_never_change() -> None:
+    """Checkpoints of any release stay readable, and equal saves have equal manifests."""
+    receipt, found = _receipt(make_version(), 0), _manifest()
+    assert manifest.encode_receipt(receipt) == FORMAT_1_RECEIPT
+    assert manifest.encode(found) == FORMAT_1_MANIFEST
+    assert manifest.decode_receipt(FORMAT_1_RECEIPT) == receipt
+    assert manifest.decode(FORMAT_1_MANIFEST) == found
+    assert found.layout == receipt.layout == "safetensors"
 
 
 @pytest.mark.parametrize(
@@ -226,3 +257,85 @@ def test_a_chunk_outside_its_tensor_is_refused() -> None:
 def test_an_empty_chunk_counts_for_nothing() -> None:
     manifest.check(_tensor((4,), [((0,), (4,)), ((2,), (0,))]))
     manifest.check(_tensor((0, 3), [((0, 0), (0, 3)), ((0, 0), (0, 3))]))
+
+
+# Files of other libraries ------------------------------------------------------------------------
+
+
+def _foreign(rank: int, world: int = 2, **changed: Any) -> Receipt:
+    native = _receipt(make_version(world=world), rank)
+    spans, at = {}, 100
+    for name, spec in native.tensors.items():
+        spans[name] = (at, at + spec.nbytes)
+        at += spec.nbytes
+    other = FileInfo(size=9, checksum="1" * 32, rank=rank)
+    fields: dict[str, Any] = {
+        "format": 2,
+        "layout": "dcp",
+        "file": f"__{rank}_0.distcp",
+        "spans": spans,
+        "others": {f".metadata{rank}": other},
+    }
+    return msgspec.structs.replace(native, **(fields | changed))
+
+
+def test_a_manifest_of_other_files_says_where_the_bytes_are_and_comes_back() -> None:
+    receipts = [_foreign(rank) for rank in range(2)]
+    found = manifest.assemble(receipts, 1.0)
+    assert (found.format, found.layout) == (2, "dcp")
+    assert found.spans == {0: receipts[0].spans, 1: receipts[1].spans}
+    assert found.spans[1]["weight"] == (100, 124)
+    assert sorted(found.others) == [".metadata0", ".metadata1"]
+    assert found.nbytes == sum(receipt.size + 9 for receipt in receipts)
+    assert list(found.all_files()) == [*found.files, *found.others]
+    assert manifest.decode(manifest.encode(found)) == found
+    assert manifest.decode_receipt(manifest.encode_receipt(receipts[0])) == receipts[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"spans": {}}, r"bytes are named for the ranks \[0\], the tensors are of \[0, 1\]"),
+        ({"spans": {"weight": (100, 124)}}, r"rank 1: only one of tensors and spans has \['rng'\]"),
+        ({"spans": {"weight": (100, 123), "rng": (0, 5)}}, "has 24 bytes and lies at 100 to 123"),
+        ({"spans": {"weight": (124, 100), "rng": (0, 5)}}, "has 24 bytes and lies at 124 to 100"),
+        ({"spans": {"weight": (9000, 9024), "rng": (0, 5)}}, "lies at 9000 to 9024 of 4"),
+        ({"others": {".metadata0": FileInfo(size=1, checksum="", rank=1)}}, "of another rank"),
+        ({"others": {".metadata": FileInfo(size=1, checksum="", rank=0)}}, "of another rank"),
+        ({"others": {"__0_0.distcp": FileInfo(size=1, checksum="", rank=1)}}, "are shards too"),
+        ({"others": {"../x": FileInfo(size=1, checksum="", rank=1)}}, "leads out"),
+        ({"file": "../x"}, "leads out"),
+        ({"file": "__0_0.distcp"}, "its files are of the ranks"),
+        ({"layout": "torch"}, "has torch files, a lower rank dcp"),
+        ({"layout": "safetensors", "format": 1}, "has safetensors files, a lower rank dcp"),
+    ],
+)
+def test_bytes_that_cannot_be_where_they_should_are_refused(
+    changed: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(CheckpointCorrupt, match=why):
+        manifest.assemble([_foreign(0), _foreign(1, **changed)], 0.0)
+
+
+def test_a_rank_with_two_parts_of_a_tensor_has_no_bytes_for_one() -> None:
+    found = manifest.assemble([_foreign(0), _foreign(1)], 0.0)
+    weight = found.tensors["weight"]
+    both = tuple(msgspec.structs.replace(chunk, rank=1) for chunk in weight.chunks)
+    tensors = {**found.tensors, "weight": msgspec.structs.replace(weight, chunks=both)}
+    with pytest.raises(CheckpointCorrupt, match="rank 1 has two parts of 'weight'"):
+        manifest.check(msgspec.structs.replace(found, tensors=tensors))
+
+
+def test_format_and_layout_belong_together() -> None:
+    other, own = manifest.assemble([_foreign(0), _foreign(1)], 0.0), _manifest()
+    for wrong in (
+        msgspec.structs.replace(other, format=1),
+        msgspec.structs.replace(own, format=2),
+        msgspec.structs.replace(own, layout="torch"),
+        msgspec.structs.replace(own, spans=other.spans),
+        msgspec.structs.replace(own, others=other.others),
+    ):
+        with pytest.raises(CheckpointCorrupt):
+            manifest.decode(manifest.encode(wrong))
+    with pytest.raises(CheckpointCorrupt, match="format 1 has no dcp files"):
+        manifest.decode_receipt(manifest.encode_receipt(_foreign(0, format=1)))

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from keepstep.checkpoint import layout, manifest
 from keepstep.checkpoint.commit import commit
 from keepstep.checkpoint.shard_file import ShardPlan, TensorSpec
 from keepstep.cli.checkpoint import app
+from tests.checkpoint import foreign_files
 from tests.checkpoint.shards import flip, make_version, save, write
 
 
@@ -132,6 +134,32 @@ def test_inspect_of_a_damaged_checkpoint_tells_what_is_wrong(run: Path) -> None:
     result = _run("inspect", run, "--step", "10")
     assert result.exit_code == 65
     assert "rank-00000.safetensors is missing" in result.stderr
+
+
+def test_files_of_other_libraries_are_shown_as_such(run: Path) -> None:
+    root = run / "checkpoints"
+    assert "layout" not in _run("ls", run).stdout
+    foreign_files.save(root, [{"w": torch.ones(3)}] * 2, make_version(20))
+    foreign_files.save(root, [{"w": torch.ones(3)}] * 2, make_version(30, run="demo"), "dcp")
+    lines = [line.split() for line in _run("ls", run).stdout.splitlines()[:5]]
+    assert lines[0][-2:] == ["layout", "run"]
+    assert [line[-2:] for line in lines[1:]] == [
+        ["dcp", "demo"],
+        ["torch", "demo"],
+        ["safetensors", "demo"],
+        ["safetensors", "demo"],
+    ]
+    flip(root / "step-00000030/.metadata", 3)
+    result = _run("verify", run)
+    assert result.exit_code == 1
+    assert "step-00000010: good\nstep-00000020: good (torch files)\n" in result.stdout
+    assert "step-00000030: BAD (dcp files)\n  .metadata: checksum: " in result.stdout
+    shown = _run("inspect", run).stdout
+    assert "format 2, dcp files" in shown
+    assert "\n.metadata " in shown
+    found = json.loads(_run("inspect", run, "--json").stdout)
+    assert found["layout"] == "dcp"
+    assert list(found["others"]) == [".metadata"]
 
 
 def test_a_checkpoint_of_a_newer_keepstep_is_told_clearly(tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def seal(
         layout: Who wrote it; not "safetensors".
         file: Its name in the folder.
         tensors: What is in it, in any order.
-        spans: For each tensor its first byte in the file and the byte after its last one.
+        spans: For each tensor its first byte in the file and the byte after its last one; between
+            them lie its elements in row-major order without gaps, little-endian.
         values: Non-tensor state by name; see ``typed_json.encode`` for what it may hold.
         others: Names of further files of this rank that belong to the checkpoint and that no
             reader needs.

@@ -8,8 +8,8 @@ one after the other.
 
 The file may come from anybody: whatever contradicts itself is refused. Of the archive's own
 redundancy everything that says where an entry lies must agree: the directory at its end, the header
-before each entry and the sizes behind it. Checksums of entries are not computed; those of our
-manifest cover the whole file.
+before each entry and the sizes behind it; entries lie one after the other without gaps. Checksums
+of entries are not computed; those of our manifest cover the whole file.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def _storages(fd: int, directory: _Directory) -> list[tuple[int, int]]:
         if entry.name in seen or not slash or not entry.name.startswith(archive + b"/"):
             raise _Odd(f"the name {entry.name!r} is there twice or is of another archive")
         seen.add(entry.name)
-        if entry.header < free:
-            raise _Odd(f"{entry.name!r} overlaps the entry before it")
+        if entry.header != free:
+            raise _Odd(f"{entry.name!r} at {entry.header} does not follow the entry before it")
         span, free = _locate(fd, entry, directory.at)
         inner = entry.name[len(archive) + 1 :]
         match = _STORAGE.fullmatch(inner)
@@ -207,6 +207,8 @@ def _storages(fd: int, directory: _Directory) -> list[tuple[int, int]]:
             numbered[int(match[1])] = span
         elif inner == _BYTE_ORDER and _read(fd, span[0], min(entry.size, 8)) != b"little":
             raise _Odd("its bytes are not in little-endian order")
+    if free != directory.at:
+        raise _Odd(f"its entries end at {free}, its directory begins at {directory.at}")
     if numbered.keys() != set(range(len(numbered))):
         raise _Odd(f"of {len(numbered)} storages some have no number or an odd one")
     return [numbered[number] for number in range(len(numbered))]
