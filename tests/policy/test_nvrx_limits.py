@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keepstep.config import Config
+from keepstep.config import Config, EngineSettings
 from keepstep.config.load import load
 from keepstep.config.rules import broken
 from keepstep.policy.nvrx_limits import NvrxLimits, nvrx_limits
@@ -27,10 +27,18 @@ def configs(draw: st.DrawFn) -> Config:
     """Settings that keep every rule, with NVRx inside the ranks or only around them."""
     least = draw(SECONDS)
     config = Config()
-    engine = draw(st.sampled_from([{"name": "nvrx"}, {"launcher": "nvrx"}, {"restart": "nvrx"}]))
+    engine = draw(
+        st.sampled_from(
+            [
+                EngineSettings(name="nvrx"),
+                EngineSettings(launcher="nvrx"),
+                EngineSettings(restart="nvrx"),
+            ]
+        )
+    )
     config = dataclasses.replace(
         config,
-        engine=dataclasses.replace(config.engine, **engine),
+        engine=engine,
         nvrx=dataclasses.replace(config.nvrx, soft_limit_s=draw(st.just(0.0) | SECONDS)),
         heartbeat=dataclasses.replace(
             config.heartbeat,

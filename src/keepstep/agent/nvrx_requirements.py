@@ -132,7 +132,7 @@ def check(config: Config, found: Installed) -> None:
         raise EngineUnavailable(
             f'engine "nvrx" cannot be used: {"; ".join(lacking)}',
             done="Nothing was started",
-            advice=f'{_INSTALL}, or choose engine.name = "native"',
+            advice=f'Install them with {_INSTALL}, or choose engine.name = "native"',
         )
     wrong = problems(parts, found, nvrx_limits(config))
     if wrong:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from keepstep.errors import UsageError
 
 PROCESSES = "Processes"
-ONE_NODE = "Addresses and nodes (one node for now)"
+NODES = "Addresses and nodes"
 RESTARTS = "Faults and restarts"
 TARGET = "What to run"
 OUTPUT = "Output"
 SETTINGS = "Settings"
+DRY_RUN = "dry-run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ FLAGS: tuple[Flag, ...] = (
         metavar="fork|spawn",
         panel=PROCESSES,
         help="fork ranks from a process that has imported torch (milliseconds; the default), or "
-        "spawn a fresh interpreter for each.",
+        "spawn a fresh interpreter for each, as NVRx's launcher always does.",
     ),
     Flag(name="role", metavar="NAME", panel=PROCESSES, help="ROLE_NAME of the ranks."),
     Flag(
@@ -103,7 +104,16 @@ FLAGS: tuple[Flag, ...] = (
         metavar="NAME",
         panel=SETTINGS,
         pet=False,
-        help="Who supplies the mechanisms: native. (nvrx comes with a later version.)",
+        help="Who supplies the mechanisms: native, or nvrx for NVRx's (needs the extra of that "
+        "name). Settings engine.checkpoint, engine.restart and engine.launcher choose one alone.",
+    ),
+    Flag(
+        name=DRY_RUN,
+        panel=SETTINGS,
+        switch=True,
+        pet=False,
+        help="Check everything, print the command and the environment that are added, and start "
+        "nothing.",
     ),
     Flag(
         name="config",
@@ -200,55 +210,64 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="nnodes",
-        metavar="1",
-        panel=ONE_NODE,
-        help="Number of nodes: 1 or 1:1. Several nodes come with a later version.",
+        metavar="N|N:N",
+        panel=NODES,
+        help="Number of nodes. Several only with NVRx's launcher; with keepstep's own they come "
+        "with a later version.",
     ),
-    Flag(name="node-rank", metavar="0", panel=ONE_NODE, help="This node's number: 0."),
+    Flag(
+        name="node-rank",
+        metavar="N",
+        panel=NODES,
+        help="This node's number, from 0. With several nodes in a Kubernetes Job, "
+        "JOB_COMPLETION_INDEX stands in for it.",
+    ),
     Flag(
         name="rdzv-backend",
         metavar="static|c10d",
-        panel=ONE_NODE,
+        panel=NODES,
         help="Accepted as with torchrun; on one node both mean the same, since ranks meet through "
-        "keepstep's own agent.",
+        "keepstep's own agent. NVRx's launcher uses c10d.",
     ),
     Flag(
         name="rdzv-endpoint",
         metavar="HOST[:PORT]",
-        panel=ONE_NODE,
-        help="MASTER_ADDR and MASTER_PORT of the ranks; must be this machine.",
+        panel=NODES,
+        help="MASTER_ADDR and MASTER_PORT of the ranks; must be this machine. With several nodes "
+        "where their launchers meet, the same on each; default port 29400.",
     ),
-    Flag(name="rdzv-id", metavar="ID", panel=ONE_NODE, help="Run id. Default: made of the time."),
+    Flag(name="rdzv-id", metavar="ID", panel=NODES, help="Run id. Default: made of the time."),
     Flag(
         name="rdzv-conf",
         metavar="KEY=VALUE,...",
-        panel=ONE_NODE,
-        help="timeout or join_timeout in seconds (restart.join_limit_s), rank=0, is_host=true; "
-        "other keys are refused.",
+        panel=NODES,
+        help="timeout or join_timeout in seconds (restart.join_limit_s), rank=0, is_host=true "
+        "(with several nodes false too); other keys are refused.",
     ),
     Flag(
         name="standalone",
         switch=True,
-        panel=ONE_NODE,
+        panel=NODES,
         help="One node and a free port, which is the default here.",
     ),
     Flag(
         name="master-addr",
         metavar="HOST",
-        panel=ONE_NODE,
+        panel=NODES,
         help="MASTER_ADDR of the ranks; must be this machine. Default 127.0.0.1.",
     ),
     Flag(
         name="master-port",
         metavar="PORT",
-        panel=ONE_NODE,
+        panel=NODES,
         help="MASTER_PORT of the ranks. Default 0: a free one for each round.",
     ),
     Flag(
         name="local-addr",
         metavar="HOST",
-        panel=ONE_NODE,
-        help="This machine's address, used as MASTER_ADDR where none is given.",
+        panel=NODES,
+        help="This machine's address, used as MASTER_ADDR where none is given; with several "
+        "nodes the one that others reach it at.",
     ),
     _refused(
         "event-log-handler",

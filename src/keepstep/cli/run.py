@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from keepstep.cli.flags import FLAGS, Flag
-from keepstep.cli.launch_plan import NOTHING_STARTED, Request, plan
+from keepstep.agent.ft_command import contradictions
+from keepstep.agent.launch_spec import Launch
+from keepstep.agent.nvrx_requirements import check, installed
+from keepstep.cli.dry_run import dry_run
+from keepstep.cli.flags import DRY_RUN, FLAGS, Flag
+from keepstep.cli.launch_plan import Request, plan
 from keepstep.cli.machine import ThisMachine, check_address, prepare_folders
+from keepstep.cli.reader import NOTHING_STARTED
 from keepstep.cli.target import check_target
 from keepstep.config import env
-from keepstep.errors import UsageError
+from keepstep.errors import ExitCode, UsageError
+from keepstep.policy.differences import differences
 
 _TARGET = "script"
 _REST = "arguments"
@@ -49,12 +56,27 @@ def run(argv: list[str], options: dict[str, object], target: str, args: list[str
         options=options, target=target, args=args, argv=argv, environ=environ, folder=folder
     )
     launch = plan(request, ThisMachine(environ))
-    target = check_target(launch.mode, target, environ, folder)
-    check_address(launch.master_addr, launch.master_port)
+    found = installed()
+    check(launch.config, found)
+    launch = dataclasses.replace(launch, target=check_target(launch.mode, target, environ, folder))
+    if launch.nnodes == 1:
+        check_address(launch.master_addr, launch.master_port)
+    _tell(launch)
+    if options.get(DRY_RUN):
+        print(dry_run(launch, environ, python=sys.executable, version=found.nvrx), end="")
+        return ExitCode.OK
     prepare_folders(launch.run_dir, launch.log_dir, launch.run_id)
     from keepstep.agent.launch import launch as start
 
-    return start(dataclasses.replace(launch, target=target))
+    return start(launch)
+
+
+def _tell(launch: Launch) -> None:
+    """Say once what NVRx does otherwise, and which variables stand in its way."""
+    for one in differences(launch.config.engine.parts):
+        print(f"keepstep: difference {one.clause}: {one.text}", file=sys.stderr)
+    for warning in contradictions(launch):
+        print(f"keepstep: warning: {warning}", file=sys.stderr)
 
 
 def command(argv: list[str]) -> Callable[..., int]:

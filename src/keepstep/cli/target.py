@@ -19,7 +19,8 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from keepstep.cli.launch_plan import NOTHING_STARTED, Mode
+from keepstep.cli.launch_plan import Mode
+from keepstep.cli.reader import NOTHING_STARTED
 from keepstep.errors import ScriptFailed, UsageError
 
 _LOOKUP_LIMIT_S = 300
