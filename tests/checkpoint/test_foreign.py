@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from keepstep.checkpoint import catalog, foreign, layout, manifest, typed_json
 from keepstep.checkpoint.commit import commit
 from keepstep.checkpoint.manifest import Layout
+from keepstep.checkpoint.verify import verify
 from keepstep.checkpoint.writer import claim_folder
 from keepstep.errors import CheckpointCorrupt, SaveFailed
 from tests.checkpoint.foreign_files import save, seal
@@ -162,9 +163,16 @@ def test_sealing_again_changes_nothing_and_other_contents_are_refused(tmp_path: 
         "values": {key: typed_json.decode(v, key) for key, v in receipt.values.items()},
     }
     assert foreign.seal(tmp_path, folder, version(), 0, **arguments) == receipt
+    assert path.read_bytes() == text
     with pytest.raises(SaveFailed, match="sealed before with other contents"):
         seal(tmp_path, {"w": torch.zeros(3)}, version())
-    assert path.read_bytes() == text
+    assert not path.exists(), "the bytes that it was of are not there any more"
+    seal(tmp_path, {"w": torch.zeros(3)}, version())
+    commit(tmp_path, folder, version())
+    with pytest.raises(SaveFailed, match="sealed before with other contents"):
+        seal(tmp_path, {"w": torch.ones(3)}, version())
+    assert path.exists()
+    assert [problem.kind for problem in verify(tmp_path, folder)] == ["checksum"]
 
 
 def test_a_committed_version_takes_no_further_receipt(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def _sealed_file(
             )
     problem = torch_files.misplaced(path, layout, spans)
     if problem:
-        raise _failed(problem, shown)
+        raise _failed(f"{file}: {problem}", shown)
     read, checksum, found = _digests(path, {name: spans[name] for name in expected})
     if read != size:
         raise _failed(f"{file} had {size} bytes and then {read}", shown)
@@ -190,13 +190,17 @@ def _digests(path: Path, spans: Mapping[str, Span]) -> tuple[int, str, dict[str,
 def _publish(folder: Path, receipt: Receipt, shown: str) -> Receipt:
     """Write the receipt, unless an equal one is there."""
     path = folder / names.receipt_name(receipt.rank)
-    if (folder / names.MANIFEST).exists() and not path.exists():
+    committed = (folder / names.MANIFEST).exists()
+    if committed and not path.exists():
         raise _failed("the version is committed already", shown)
     text = manifest.encode_receipt(receipt)
     try:
         names.publish(path, text)
     except FileExistsError:
         if path.read_bytes() != text:
+            if not committed:  # it is of bytes that are not there any more
+                path.unlink(missing_ok=True)
+                names.sync_folder(folder)
             raise _failed("the rank's file was sealed before with other contents", shown) from None
     return receipt
 
