@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
 from keepstep import shm
-from keepstep.agent.hangs import HangWatch
+from keepstep.agent.hangs import HangWatch, bounds_of
 from keepstep.config import Config
 from keepstep.config.settings import HeartbeatSettings
 from keepstep.ports import Heartbeat
@@ -19,7 +20,6 @@ from keepstep.rank.runtime import Runtime
 from keepstep.shm import Board, Phase
 from keepstep.testing import FakeClock
 from keepstep.testing.conformance.heartbeat import Seen
-from tests.agent.boards import rank_process
 from tests.rank.starts import start
 
 _TICK_S = 0.1
@@ -27,6 +27,19 @@ _CONFIG = dataclasses.replace(
     Config(),
     heartbeat=HeartbeatSettings(min_limit_s=2.0, start_limit_s=100.0, section_limit_s=20.0),
 )
+
+
+@dataclass
+class _Process:
+    """The rank as its agent sees it."""
+
+    board: Board
+    ticket: int = 1
+    rank: int = 1
+    inc: int = 0
+    pid: int = field(default_factory=os.getpid)
+    adopted: bool = True
+    resumed_at: int = 0
 
 
 class WatchedBoard:
@@ -38,12 +51,8 @@ class WatchedBoard:
     def __init__(self, folder: Path, rank: Board, agent: Board, clock: FakeClock) -> None:
         self._runtime = Runtime(start(folder), _CONFIG, None, rank)  # type: ignore[arg-type]
         self._rank, self._clock = rank, clock
-        self._watch = HangWatch(_CONFIG, folder, _TICK_S)
-        with rank_process(1) as process:
-            process.board.close()
-        process.board = agent
-        process.adopted = True
-        self._process = process
+        self._watch = HangWatch[_Process](bounds_of(_CONFIG), folder, _TICK_S)
+        self._process = _Process(agent)
         self.heartbeat: Heartbeat = NativeHeartbeat(self._runtime)
         for step in range(1, 6):
             self.heartbeat.beat(step)

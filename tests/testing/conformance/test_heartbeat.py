@@ -177,17 +177,17 @@ def test_a_right_heartbeat_keeps_every_clause() -> None:
 @pytest.mark.parametrize(
     ("make", "clause"),
     [
-        (ForgetsStep, "beat_marks_step"),
-        (NeverHung, "silence_is_a_hang"),
-        (Flat, "sections_nest"),
-        (NoFinally, "failed_section_ends"),
-        (SectionIsStep, "section_before_steps"),
-        (OneLimit, "section_limit"),
-        (EndlessSection, "section_hang"),
-        (SectionEndsWatch, "limit_after_section"),
-        (NoClose, "close_ends_watch"),
-        (ClosedForGood, "beat_after_close"),
-        (Raises, "lost_watcher"),
+        (ForgetsStep, "beat-marks-step"),
+        (NeverHung, "silence-is-a-hang"),
+        (Flat, "sections-nest"),
+        (NoFinally, "failed-section-ends"),
+        (SectionIsStep, "section-before-steps"),
+        (OneLimit, "section-limit"),
+        (EndlessSection, "section-hang"),
+        (SectionEndsWatch, "limit-after-section"),
+        (NoClose, "close-ends-watch"),
+        (ClosedForGood, "beat-after-close"),
+        (Raises, "lost-watcher"),
     ],
 )
 def test_a_wrong_heartbeat_breaks_its_clause(make: Callable[[], Watched], clause: str) -> None:
@@ -198,7 +198,7 @@ def test_a_heartbeat_that_waits_for_its_watcher_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(suite, "LIMIT_S", 0.05)
     stop = threading.Event()
     try:
-        assert _broken(lambda: Waits(stop)) == {"frozen_watcher", "lost_watcher"}
+        assert _broken(lambda: Waits(stop)) == {"frozen-watcher", "lost-watcher"}
     finally:
         stop.set()
 

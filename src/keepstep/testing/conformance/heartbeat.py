@@ -62,18 +62,18 @@ def clauses() -> list[Clause[Make]]:
     return [
         Clause(name, text, _with(check))
         for name, text, check in (
-            ("beat_marks_step", "the watcher knows the step in progress after beat", _marks),
-            ("silence_is_a_hang", "a step without a sign of life is a hang, at its limit", _hang),
-            ("sections_nest", "a section that ends gives back what was before it", _nest),
-            ("failed_section_ends", "a section that raises ends too", _raises),
-            ("section_before_steps", "a section outside of steps leaves no step behind", _early),
-            ("section_limit", "a section is no hang within its own limit", _section),
-            ("section_hang", "a section that goes on beyond its limit is a hang", _section_hang),
-            ("limit_after_section", "after a section the step's limit holds again", _after),
-            ("close_ends_watch", "after close no step's limit holds", _close),
-            ("beat_after_close", "beat after close begins again", _again),
-            ("frozen_watcher", "nothing blocks while the watcher stands still", _frozen),
-            ("lost_watcher", "nothing blocks or raises when the watcher is gone", _lost),
+            ("beat-marks-step", "the watcher knows the step in progress after beat", _marks),
+            ("silence-is-a-hang", "a step without a sign of life is a hang, at its limit", _hang),
+            ("sections-nest", "a section that ends gives back what was before it", _nest),
+            ("failed-section-ends", "a section that raises ends too", _raises),
+            ("section-before-steps", "a section outside of steps leaves no step behind", _early),
+            ("section-limit", "a section is no hang within its own limit", _section),
+            ("section-hang", "a section that goes on beyond its limit is a hang", _section_hang),
+            ("limit-after-section", "after a section the step's limit holds again", _after),
+            ("close-ends-watch", "after close no step's limit holds", _close),
+            ("beat-after-close", "beat after close begins again", _again),
+            ("frozen-watcher", "nothing blocks while the watcher stands still", _frozen),
+            ("lost-watcher", "nothing blocks or raises when the watcher is gone", _lost),
         )
     ]
 
