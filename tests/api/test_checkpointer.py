@@ -193,6 +193,8 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_wrong_use_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep_last is 0"):
         Checkpointer(tmp_path, keep_last=0)
+    with pytest.raises(UsageError, match="no engine 'fast'"):
+        Checkpointer(tmp_path, engine="fast")  # type: ignore[arg-type]
     checkpointer = Checkpointer(tmp_path)
     with pytest.raises(UsageError, match="step -1"):
         checkpointer.async_save({}, -1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -15,9 +19,16 @@ from keepstep.checkpoint.lineage import Lineage
 from keepstep.checkpoint.torch_image import ShardImage
 from keepstep.checkpoint.torch_state import flatten
 from keepstep.checkpoint.writer import claim_folder
+from keepstep.config import Config
 from keepstep.engines import Saver
 from keepstep.engines.attached_saver import AttachedSaver
-from keepstep.errors import CheckpointMismatch, CheckpointNotFound, SaveFailed
+from keepstep.engines.native import NativeEngine
+from keepstep.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    SaveFailed,
+)
 from keepstep.events import CheckpointUnusable
 from keepstep.ports import PendingWrite
 from keepstep.rank.checkpointer import Place
@@ -58,6 +69,7 @@ class _Writer:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.broken: set[int] = set()
+        self.versions: list[Version] = []
         self.polls = 0
         self.closed: list[bool] = []
         self.last_bytes = 0
@@ -67,10 +79,16 @@ class _Writer:
         data = bytearray(image.size)
         image.write_into(data)
         self.last_bytes = image.size
+        self.versions.append(version)
         name = claim_folder(folder, version)
         shards.write(folder, version, 0, bytes(data))
         error = f"broken at {version.step}" if version.step in self.broken else ""
-        return _Save(lambda: commit(folder, name, version), error)
+
+        def publish() -> None:
+            commit(folder, name, version)
+            self.place.on_commit(version, name, image.size, 0.5)
+
+        return _Save(publish, error)
 
     def load(self, state: Mapping[str, object], folder: Path) -> int:
         raise NotImplementedError
@@ -92,10 +110,11 @@ class _Rank:
         self.runtime.run_dir = root
         self.writers: list[_Writer] = []
 
-    def saver(self) -> AttachedSaver:
-        return AttachedSaver(cast(Runtime, self.runtime), _WORLD, self._make)
+    def saver(self, coordinated: World | None = None) -> AttachedSaver:
+        runtime, world = cast(Runtime, self.runtime), coordinated or _WORLD
+        return AttachedSaver(runtime, world, self.make, coordinated=coordinated is not None)
 
-    def _make(self, place: Place) -> _Writer:
+    def make(self, place: Place) -> _Writer:
         self.writers.append(_Writer(place))
         return self.writers[-1]
 
@@ -140,7 +159,11 @@ def test_what_was_saved_is_restored_in_the_next_round_with_events_around_both(ra
     assert rank.take_events() == [], "nothing was loaded"
     saver.save({"w": torch.full((2,), 5.0)}, 5)
     saver.finish(1.0)
-    assert rank.take_events() == [("checkpoint.begin", 5), ("checkpoint.staged", 5)]
+    assert rank.take_events() == [
+        ("checkpoint.begin", 5),
+        ("checkpoint.staged", 5),
+        ("checkpoint.commit", 5),
+    ]
     saver.close()
     saver.close()
     assert rank.writers[0].closed == [False]
@@ -156,9 +179,9 @@ def test_events_say_how_many_bytes_were_copied_and_read(rank: _Rank) -> None:
     _save(rank, 5)
     size = rank.writers[0].last_bytes
     _save(rank, restored=5)
-    numbers = [getattr(data, "bytes", None) for data in rank.runtime.data]
-    assert numbers[:2] == [None, size]
-    assert numbers[2] is None and 0 < (numbers[3] or 0) <= size
+    numbers = {data.kind: getattr(data, "bytes", 0) for data in rank.runtime.data}
+    assert numbers["checkpoint.staged"] == numbers["checkpoint.commit"] == size
+    assert 0 < numbers["restore.end"] <= size
 
 
 def test_each_round_is_a_term_of_the_run_and_what_a_rollback_abandons_stays_abandoned(
@@ -262,3 +285,54 @@ def test_an_abort_waits_for_nothing(rank: _Rank) -> None:
     saver.close(abort=True)
     assert not pending.done()
     assert rank.writers[0].closed == [True]
+
+
+def test_under_a_coordinator_its_choice_is_loaded_and_saves_get_its_term_and_round(
+    rank: _Rank,
+) -> None:
+    _save(rank, 5, 10)
+    world = msgspec.structs.replace(_WORLD, term=7, round=3, resume=5, folder="step-00000005")
+    saver = rank.saver(world)
+    assert saver.load({"w": torch.zeros(2)}) == 5
+    saver.save({"w": torch.ones(2)}, 10).wait(1.0)
+    saver.close()
+    assert rank.writers[-1].versions == [Version(run="demo", term=7, round=3, step=10, world=1)]
+    assert layout.list_folders(rank.checkpoints)[-1] == "step-00000010.t7r3"
+    assert [path.name for path in (rank.root / "terms").iterdir()] == ["00000001"]
+
+
+def test_under_a_coordinator_a_damaged_checkpoint_is_an_error_for_it_to_answer(
+    rank: _Rank, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _save(rank, 5, 10)
+    shards.flip(rank.checkpoints / "step-00000010" / layout.shard_name(0), -1)
+    rank.take_events()
+    saver = rank.saver(msgspec.structs.replace(_WORLD, term=7, resume=10, folder="step-00000010"))
+    with pytest.raises(CheckpointCorrupt, match=r"step-00000010 .*rank-00000"):
+        saver.load({"w": torch.zeros(2)})
+    saver.close()
+    assert rank.take_events() == [("restore.begin", 10)], "the coordinator tells the rest"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_native_launcher_can_have_nvrx_save_and_does_not_wait_for_what_ranks_commit(
+    rank: _Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def factory(kind: str) -> Callable[[Place], _Writer]:
+        asked.append(kind)
+        return rank.make
+
+    module: Any = SimpleNamespace(writer_factory=factory)
+    monkeypatch.setitem(sys.modules, "keepstep.engines.nvrx.shards", module)
+    config = dataclasses.replace(
+        rank.runtime.config, engine=dataclasses.replace(Config().engine, checkpoint="nvrx")
+    )
+    engine = NativeEngine(config, cast(Runtime, rank.runtime))
+    engine.saver(_WORLD).save({"w": torch.ones(2)}, 1)
+    engine.saver(_WORLD).save({"w": torch.ones(2)}, 1)
+    assert rank.writers[0].closed == [True], "the round before is over"
+    engine.close()
+    assert rank.writers[1].closed == [True]
+    assert asked == ["torch", "torch"]

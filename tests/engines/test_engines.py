@@ -12,7 +12,6 @@ from keepstep.config import Config, EngineSettings
 from keepstep.engines import choose
 from keepstep.engines.native import NativeEngine
 from keepstep.engines.standalone import StandaloneEngine
-from keepstep.errors import EngineUnavailable
 from keepstep.rank.runtime import Runtime
 from tests.engines.fakes import FakeRuntime
 
@@ -26,8 +25,19 @@ def test_a_rank_of_the_launcher_gets_the_native_engine(tmp_path: Path) -> None:
     assert isinstance(choose(Config(), runtime), NativeEngine)
 
 
-def test_an_engine_that_is_not_there_is_refused_with_its_name() -> None:
-    config = dataclasses.replace(Config(), engine=EngineSettings(name="nvrx"))
-    with pytest.raises(EngineUnavailable, match='"nvrx"') as found:
-        choose(config, None)
-    assert found.value.exit_code == 64
+@pytest.mark.parametrize(
+    "settings",
+    [EngineSettings(name="nvrx"), EngineSettings(restart="nvrx", launcher="nvrx")],
+)
+def test_who_restarts_decides_which_engine_a_rank_gets(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(Config(), engine=settings)
+    engine = choose(config, cast(Runtime, FakeRuntime(tmp_path)))
+    assert type(engine).__name__ == "NvrxEngine"
+    assert isinstance(choose(config, None), StandaloneEngine), "nobody restarts a plain script"
+
+
+def test_a_rank_can_save_with_nvrx_and_restart_natively(tmp_path: Path) -> None:
+    config = dataclasses.replace(Config(), engine=EngineSettings(checkpoint="nvrx"))
+    assert isinstance(choose(config, cast(Runtime, FakeRuntime(tmp_path))), NativeEngine)

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch
 
+import keepstep
 from keepstep.checkpoint import layout
-from keepstep.config import CheckpointSettings, Config, RunSettings
+from keepstep.config import (
+    CheckpointSettings,
+    Config,
+    EngineSettings,
+    NvrxSettings,
+    RunSettings,
+)
 from keepstep.engines.standalone import StandaloneEngine
 from keepstep.errors import SaveFailed
+from keepstep.ports import ShardWriter
+from keepstep.rank.checkpointer import Place, WriterFactory, native_writer
 from keepstep.wire.types import World
 
 
@@ -82,6 +94,33 @@ def test_closing_waits_for_the_last_save_and_ends_the_writer(tmp_path: Path) -> 
     again.close()
     assert found.tolist() == [3.0, 3.0]
     assert layout.list_folders(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_the_part_that_saves_can_be_nvrxs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, Place]] = []
+
+    def factory(kind: str) -> WriterFactory:
+        def make(place: Place) -> ShardWriter:
+            asked.append((kind, place))
+            return native_writer(place)
+
+        return make
+
+    module = "keepstep.engines.nvrx.shards"
+    monkeypatch.setitem(sys.modules, module, cast(Any, SimpleNamespace(writer_factory=factory)))
+    config = dataclasses.replace(
+        _config(dir=str(tmp_path)),
+        engine=EngineSettings(checkpoint="nvrx"),
+        nvrx=NvrxSettings(checkpoint="dcp"),
+    )
+    engine = StandaloneEngine(config)
+    engine.saver(_world()).save({"w": torch.ones(2)}, 1)
+    engine.close()
+    with keepstep.Checkpointer(tmp_path, engine="nvrx") as checkpointer:
+        checkpointer.async_save({"w": torch.ones(2)}, 2)
+    assert [(kind, place.root) for kind, place in asked] == [("dcp", tmp_path), ("torch", tmp_path)]
 
 
 def test_finishing_waits_for_all_saves_and_leaves_the_saver_usable(tmp_path: Path) -> None:

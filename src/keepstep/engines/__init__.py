@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from keepstep.config import Config
-from keepstep.errors import EngineUnavailable
 from keepstep.ports import PendingWrite, Restarter
 from keepstep.rank.progress import Progress
 from keepstep.rank.runtime import Runtime
@@ -27,7 +26,9 @@ class Saver(Protocol):
         """A step was completed; called on every rank at the same step."""
 
     def finish(self, timeout_s: float) -> None:
-        """``main`` has returned or stopped on notice: wait for the saves begun, where that is the rank's business.
+        """``main`` has returned or stopped on notice: wait for the saves begun.
+
+        Where the coordinator waits for them it does nothing.
 
         Raises:
             SaveFailed: the last one failed, or is not committed after ``timeout_s`` seconds.
@@ -62,17 +63,17 @@ def choose(config: Config, runtime: Runtime | None) -> Engine:
     """The engine that ``config`` names, for a rank of ``keepstep run`` or a plain script.
 
     Raises:
-        EngineUnavailable: its package is missing, or it is not part of this version.
+        EngineUnavailable: its package is missing.
     """
-    if config.engine.name != "native":
-        raise EngineUnavailable(
-            f'engine "{config.engine.name}" is not part of this version',
-            advice='set engine.name = "native"',
-        )
+    parts = config.engine.parts
     if runtime is None:
         from keepstep.engines.standalone import StandaloneEngine
 
         return StandaloneEngine(config)
-    from keepstep.engines.native import NativeEngine
+    if parts.restart == "native":
+        from keepstep.engines.native import NativeEngine
 
-    return NativeEngine(config, runtime)
+        return NativeEngine(config, runtime)
+    from keepstep.engines.nvrx.engine import NvrxEngine
+
+    return NvrxEngine(config, runtime)

@@ -1,7 +1,8 @@
-"""Saving in a rank that has no coordinator, but whose events are read: one under NVRx's launcher.
+"""Saving where the ranks commit and not the coordinator, in a run whose events are read.
 
-Runs in the rank. The ranks agree among themselves on what to restore, rank 0 keeps the run's
-history, and what a coordinator would tell is told by events and on stderr.
+Runs in the rank: with NVRx's writers, and with any under NVRx's launcher, which has no coordinator.
+Then the ranks also agree among themselves on what to restore, and rank 0 keeps the run's history.
+What a coordinator would tell is told by events and on stderr.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from keepstep import events
 from keepstep.errors import SaveFailed
 from keepstep.ports import PendingWrite
 from keepstep.rank.checkpointer import Checkpointer, WriterFactory
-from keepstep.rank.history import RunHistory
+from keepstep.rank.history import RoundHistory, RunHistory
 from keepstep.rank.progress import SaveEvents
 from keepstep.rank.runtime import Runtime
-from keepstep.wire.types import World
+from keepstep.wire.types import Version, World
 
 
 class AttachedSaver:
@@ -27,9 +28,18 @@ class AttachedSaver:
 
     Args:
         runtime: The rank. world: Its place in this round. writer: Makes the shard writer.
+        coordinated: Whether ``world`` says, on a coordinator's word, what to restore and which term
+            and round saves belong to.
     """
 
-    def __init__(self, runtime: Runtime, world: World, writer: WriterFactory) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        world: World,
+        writer: WriterFactory,
+        *,
+        coordinated: bool = False,
+    ) -> None:
         self._runtime = runtime
         self._world = world
         self._events = SaveEvents(runtime)
@@ -37,7 +47,11 @@ class AttachedSaver:
         checkpoint, run = runtime.config.checkpoint, runtime.start.run
         root = Path(checkpoint.dir).absolute()
         self._write_limit_s = checkpoint.write_limit_s
-        self._history = RunHistory(runtime.run_dir, run, root, self._damaged)
+        self._history = (
+            RoundHistory(world)
+            if coordinated
+            else RunHistory(runtime.run_dir, run, root, self._damaged)
+        )
         self._checkpointer = Checkpointer(
             root,
             keep_last=checkpoint.keep_last,
@@ -45,6 +59,8 @@ class AttachedSaver:
             history=self._history,
             writer=writer,
             around_load=self._events.restoring,
+            on_commit=self._committed,
+            first_round=world.round if coordinated else 1,
         )
 
     def save(self, state: dict[str, object], step: int) -> PendingWrite:
@@ -107,6 +123,11 @@ class AttachedSaver:
         found = events.CheckpointUnusable(folder=folder, error=error)
         self._runtime.recorder.emit(found, step=step)
         _say(f"checkpoint {folder} is not usable: {error}")
+
+    def _committed(self, version: Version, folder: str, nbytes: int, save_s: float) -> None:
+        """Rank 0, any thread: a checkpoint is durable."""
+        done = events.CheckpointCommit(folder=folder, bytes=nbytes, save_s=round(save_s, 6))
+        self._runtime.recorder.emit(done, step=version.step)
 
     def _tell_failed(self, failed: list[tuple[int, SaveFailed]]) -> None:
         for step, error in failed:

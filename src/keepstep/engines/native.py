@@ -17,6 +17,7 @@ from keepstep.rank.runtime import Runtime
 from keepstep.wire.types import Version, World
 
 if TYPE_CHECKING:
+    from keepstep.engines.attached_saver import AttachedSaver
     from keepstep.rank.shard_writer import NativeShardWriter
 
 
@@ -28,6 +29,7 @@ class NativeEngine(Engine):
         self._runtime = runtime
         self.progress = LaunchedProgress(runtime, NativeHeartbeat(runtime))
         self._writer: NativeShardWriter | None = None
+        self._saver: AttachedSaver | None = None
         self._restarter: NativeRestarter | None = None
 
     @property
@@ -37,6 +39,9 @@ class NativeEngine(Engine):
 
     def restarter(self, saving: Callable[[], int]) -> Restarter:
         """In-process restart in the launcher's rounds."""
+        if self._ranks_commit:
+            # The attempt has waited for its saves already; the coordinator does not know them.
+            saving = _nothing
         self._restarter = NativeRestarter(self._runtime, self._groups(), saving)
         return self._restarter
 
@@ -51,7 +56,13 @@ class NativeEngine(Engine):
         return RoundGroups(self._runtime, control_meeting(self._runtime))
 
     def saver(self, world: World) -> Saver:
-        """Saves into the agent's slots; the coordinator commits."""
+        """Saves into the agent's slots and the coordinator commits; with NVRx the ranks do.
+
+        Raises:
+            EngineUnavailable: NVRx is chosen and not installed.
+        """
+        if self._ranks_commit:
+            return self._own_saver(world)
         if self._writer is None:
             # Only now: a script that saves nothing through us need not have torch.
             from keepstep.rank.agent_staging import AgentStaging
@@ -62,11 +73,35 @@ class NativeEngine(Engine):
             )
         return LaunchedSaver(self._runtime, self._writer, world)
 
+    @property
+    def _ranks_commit(self) -> bool:
+        return self._config.engine.parts.checkpoint == "nvrx"
+
+    def _own_saver(self, world: World) -> Saver:
+        """A new one each round; what the round before left unfinished is given up."""
+        from keepstep.engines.attached_saver import AttachedSaver
+        from keepstep.engines.standalone import chosen_writer
+
+        self._drop()
+        factory = chosen_writer("nvrx", self._config.nvrx.checkpoint)
+        self._saver = AttachedSaver(self._runtime, world, factory, coordinated=True)
+        return self._saver
+
+    def _drop(self) -> None:
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close(abort=True)
+
     def close(self) -> None:
-        """Drop the slots' mappings."""
+        """Drop the slots' mappings and end writers of this rank."""
+        self._drop()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _nothing() -> int:
+    return 0
 
 
 class LaunchedSaver:

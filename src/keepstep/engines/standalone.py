@@ -9,17 +9,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from keepstep.config import Config, env
 from keepstep.engines import Engine, Saver
+from keepstep.errors import UsageError
 from keepstep.ports import PendingWrite, Restarter
-from keepstep.rank.checkpointer import Checkpointer
+from keepstep.rank.checkpointer import Checkpointer, WriterFactory, native_writer
 from keepstep.rank.plain_group import PlainGroup
 from keepstep.rank.progress import NoProgress
 from keepstep.wire.types import World
 
 T = TypeVar("T")
+
+
+def chosen_writer(engine: str, kind: Literal["torch", "dcp"] = "torch") -> WriterFactory:
+    """What makes the shard writers of ``engine``; ``kind`` is which of NVRx's two.
+
+    Raises:
+        EngineUnavailable: the engine's package is not installed.
+        UsageError: there is no such engine.
+    """
+    if engine == "native":
+        return native_writer
+    if engine == "nvrx":
+        from keepstep.engines.nvrx.shards import writer_factory
+
+        return writer_factory(kind)
+    raise UsageError(f"there is no engine {engine!r}", advice='choose "native" or "nvrx"')
 
 
 class StandaloneEngine(Engine):
@@ -35,11 +52,21 @@ class StandaloneEngine(Engine):
         return Once(self._config)
 
     def saver(self, world: World) -> Saver:
-        """Saves with a writer process of this rank."""
+        """Saves with a writer process of this rank, keepstep's or NVRx's.
+
+        Raises:
+            EngineUnavailable: NVRx is chosen and not installed.
+        """
         root = self._config.checkpoint.dir or str(
             Path(self._config.run.dir or "runs/plain") / "checkpoints"
         )
-        self._checkpointer = Checkpointer(root, keep_last=self._config.checkpoint.keep_last)
+        self._checkpointer = Checkpointer(
+            root,
+            keep_last=self._config.checkpoint.keep_last,
+            writer=chosen_writer(
+                self._config.engine.parts.checkpoint, self._config.nvrx.checkpoint
+            ),
+        )
         return StandaloneSaver(self._checkpointer)
 
     def close(self) -> None:

@@ -44,15 +44,24 @@ EXIT_LIMIT_S = 30.0
 T = TypeVar("T")
 
 
+def ignore_commit(version: Version, folder: str, nbytes: int, save_s: float) -> None:
+    """Nobody wants to know of commits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a shard writer works: ``root`` is the folder of the checkpoints."""
+    """Where a shard writer works: ``root`` is the folder of the checkpoints.
+
+    ``on_commit`` is to be called on rank 0, from any thread, when a checkpoint is committed: with
+    its version, folder, size in bytes over all ranks, and seconds since the save was begun.
+    """
 
     root: Path
     rank: int
     world: int
     keep_last: int
     clock: Clock
+    on_commit: Callable[[Version, str, int, float], None] = ignore_commit
 
 
 WriterFactory = Callable[[Place], ShardWriter]
@@ -70,7 +79,11 @@ class Polled(Protocol):
 def native_writer(place: Place) -> ShardWriter:
     """Own staging slots and a writer process of this rank."""
     staging = LocalStaging(
-        place.root, rank=place.rank, keep_last=place.keep_last, clock=place.clock
+        place.root,
+        rank=place.rank,
+        keep_last=place.keep_last,
+        clock=place.clock,
+        on_commit=place.on_commit,
     )
     return NativeShardWriter(staging, rank=place.rank, world=place.world, clock=place.clock)
 
@@ -107,7 +120,7 @@ class _Session:
     world: int
     term: int
     writer: ShardWriter
-    round: int = 1
+    round: int
     last_step: int = -1
 
 
@@ -126,6 +139,8 @@ class Checkpointer:
         writer: Makes the shard writer; None: keepstep's own.
         around_load: Entered around the loading of a step; the list gets the bytes read. Left with
             an exception where nothing was loaded.
+        on_commit: Told on rank 0 of each commit; see ``Place``.
+        first_round: Number that the saves before the first restore have.
 
     Raises:
         UsageError: ``keep_last`` is below 1.
@@ -141,6 +156,8 @@ class Checkpointer:
         history: History | None = None,
         writer: WriterFactory | None = None,
         around_load: Callable[[int, list[int]], AbstractContextManager[None]] = _unobserved,
+        on_commit: Callable[[Version, str, int, float], None] = ignore_commit,
+        first_round: int = 1,
     ) -> None:
         if keep_last < 1:
             raise UsageError(
@@ -155,6 +172,8 @@ class Checkpointer:
         self._history = history or FolderHistory(self._root, run_id, clock)
         self._make_writer = writer or native_writer
         self._around_load = around_load
+        self._on_commit = on_commit
+        self._first_round = first_round
         self._session: _Session | None = None
         self._pending: list[tuple[int, PendingWrite]] = []
         self._closed = False
@@ -256,8 +275,9 @@ class Checkpointer:
             session.writer.close()
             self._session = None
         term = self._of_rank_0(rank, self._history.claim, int)
-        place = Place(self._root, rank, world, self._keep_last, self._clock)
-        self._session = _Session(rank, world, term, self._make_writer(place))
+        place = Place(self._root, rank, world, self._keep_last, self._clock, self._on_commit)
+        writer = self._make_writer(place)
+        self._session = _Session(rank, world, term, writer, self._first_round)
         return self._session
 
     # --- restoring ----------------------------------------------------------------------------
@@ -314,7 +334,7 @@ class Checkpointer:
     def _go_on(self, rank: int, step: int) -> None:
         """Training goes on after ``step``: what is saved from now on is of a new round."""
         session = self._session
-        number = 1 if session is None else session.round + 1
+        number = self._first_round if session is None else session.round + 1
 
         def record() -> int:
             self._history.went_on(number, step)

@@ -26,6 +26,7 @@ from keepstep.errors import (
     CheckpointMismatch,
     CheckpointNotWritable,
 )
+from keepstep.wire.types import World
 
 _TERMS = "terms"
 
@@ -250,6 +251,46 @@ class RunHistory:
         if folder not in self._told:
             self._told.add(folder)
             self._on_damaged(folder, step, error)
+
+
+class RoundHistory:
+    """Implements ``History`` in a round of a coordinator, which has chosen and written it down.
+
+    Args:
+        world: The round.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._why: dict[str, str] = {}
+
+    def claim(self) -> int:
+        """The coordinator's term."""
+        return self._world.term
+
+    def choose(self, refused: Collection[str]) -> str:
+        """The checkpoint that the coordinator named.
+
+        Raises:
+            CheckpointCorrupt: it is damaged; the coordinator names another in the next round.
+        """
+        folder = self._world.folder
+        if folder in refused:
+            raise CheckpointCorrupt(
+                f"checkpoint {folder} cannot be used: {self._why.get(folder, 'it is damaged')}",
+                done="nothing was restored",
+            )
+        return folder
+
+    def damaged(self, folder: str, why: str) -> None:
+        """Remember why, for the error."""
+        self._why[folder] = why
+
+    def went_on(self, round: int, step: int) -> None:
+        """The coordinator has written it down."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class LocalWrite:
 
     def __init__(self, version: Version, rank: int, root: Path, clock: Clock) -> None:
         self.version = version
+        self.begun = clock.mono()
         self._rank = rank
         self._root = root
         self._clock = clock
@@ -116,6 +118,7 @@ class LocalStaging:
         rank: This rank; rank 0's writer commits.
         keep_last: Committed checkpoints to keep.
         clock: Where time comes from.
+        on_commit: Told on rank 0, by a thread: version, folder, bytes of all ranks, seconds.
         close_limit_s: How long ``close`` waits for unfinished writes.
     """
 
@@ -126,8 +129,10 @@ class LocalStaging:
         rank: int,
         keep_last: int,
         clock: Clock = SYSTEM,
+        on_commit: Callable[[Version, str, int, float], None] | None = None,
         close_limit_s: float = CLOSE_LIMIT_S,
     ) -> None:
+        self._on_commit = on_commit
         self._root = root
         self._rank = rank
         self._keep_last = keep_last
@@ -267,6 +272,9 @@ class LocalStaging:
                     pending.failed(self._refused(message.version, message.error))
                 elif pending is not None:
                     pending.committed()
+                    if self._on_commit is not None:
+                        seconds = self._clock.mono() - pending.begun
+                        self._on_commit(message.version, message.folder, message.bytes, seconds)
                 self._changed.notify_all()
                 return
             slot, pending = self._writing.pop(message.ticket)
