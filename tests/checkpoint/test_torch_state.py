@@ -164,3 +164,31 @@ def test_a_model_with_another_layer_is_refused_by_its_names_not_by_the_optimizer
     specs = {one.name: Spec(one.tensor.dtype, tuple(one.tensor.shape)) for one in snapshot.entries}
     with pytest.raises(CheckpointMismatch, match=r"2 missing \(model\.2\.bias, model\.2\.weight\)"):
         prepare_for_load(tracked(3), snapshot.values, specs, world=1)
+
+
+class Own:
+    """State that only one engine has."""
+
+    def __init__(self) -> None:
+        self.loaded: list[object] = []
+
+    def state_dict(self) -> dict[str, object]:
+        return {"longest": 3}
+
+    def load_state_dict(self, state: object) -> None:
+        self.loaded.append(state)
+
+
+def test_an_engines_own_state_may_be_on_one_side_only() -> None:
+    with_it = flatten({"data": {"at": 1}, "$own": Own()}, rank=0, world=1)
+    without = flatten({"data": {"at": 1}}, rank=0, world=1)
+    own, data = Own(), {"at": 0}
+    for snapshot, tracked in (
+        (with_it, {"data": data}),
+        (without, {"data": data, "$own": own}),
+    ):
+        data["at"] = 0
+        prepare_for_load(tracked, snapshot.values, {}, world=1).apply()
+        assert (data, own.loaded) == ({"at": 1}, [])
+    prepare_for_load({"data": data, "$own": own}, with_it.values, {}, world=1).apply()
+    assert own.loaded == [{"longest": 3}]

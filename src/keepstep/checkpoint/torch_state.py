@@ -31,6 +31,8 @@ from keepstep.checkpoint.torch_parts import (
 from keepstep.checkpoint.torch_rng import RngState
 from keepstep.errors import CheckpointError, CheckpointMismatch
 
+OPTIONAL = "$"
+"""Names of an engine's own state start so: another engine neither has it nor misses it."""
 NAMES_KEY = "$names"
 """Key of ``Snapshot.values`` under which the digest of all tensor names of the rank lies."""
 
@@ -176,7 +178,8 @@ def prepare_for_load(
 ) -> Destination:
     """Where a checkpoint with ``values`` and tensors ``specs`` goes in ``tracked``.
 
-    Optimizer state that does not exist yet is allocated here. Nothing tracked is changed.
+    Optimizer state that does not exist yet is allocated here. Nothing tracked is changed. Objects
+    whose names start with ``OPTIONAL`` may be on one side only.
 
     Raises:
         CheckpointError: an object cannot be kept.
@@ -184,6 +187,9 @@ def prepare_for_load(
     """
     parts = parts_of(tracked, world)
     stored = {name: value for name, value in values.items() if name != NAMES_KEY}
+    for name in {one for one in parts.keys() ^ stored.keys() if one.startswith(OPTIONAL)}:
+        parts.pop(name, None)
+        stored.pop(name, None)
     _same_names("tracked objects", parts.keys(), stored.keys())
     checked: dict[str, Mapping[str, object]] = {}
     tensors: dict[str, torch.Tensor] = {}
