@@ -180,15 +180,15 @@ class Own:
 
 
 def test_an_engines_own_state_may_be_on_one_side_only() -> None:
-    with_it = flatten({"data": {"at": 1}, "$own": Own()}, rank=0, world=1)
+    with_it = flatten({"data": {"at": 1}, "$engine.own": Own()}, rank=0, world=1)
     without = flatten({"data": {"at": 1}}, rank=0, world=1)
     own, data = Own(), {"at": 0}
     for snapshot, tracked in (
         (with_it, {"data": data}),
-        (without, {"data": data, "$own": own}),
+        (without, {"data": data, "$engine.own": own}),
     ):
         data["at"] = 0
         prepare_for_load(tracked, snapshot.values, {}, world=1).apply()
         assert (data, own.loaded) == ({"at": 1}, [])
-    prepare_for_load({"data": data, "$own": own}, with_it.values, {}, world=1).apply()
+    prepare_for_load({"data": data, "$engine.own": own}, with_it.values, {}, world=1).apply()
     assert own.loaded == [{"longest": 3}]

@@ -31,7 +31,7 @@ from keepstep.checkpoint.torch_parts import (
 from keepstep.checkpoint.torch_rng import RngState
 from keepstep.errors import CheckpointError, CheckpointMismatch
 
-OPTIONAL = "$"
+OPTIONAL = "$engine."
 """Names of an engine's own state start so: another engine neither has it nor misses it."""
 NAMES_KEY = "$names"
 """Key of ``Snapshot.values`` under which the digest of all tensor names of the rank lies."""
@@ -113,7 +113,7 @@ def parts_of(tracked: Mapping[str, object], world: int) -> dict[str, Part]:
         CheckpointError: an object cannot be kept; it is named.
     """
     for name in tracked:
-        if not name or name.startswith("$"):
+        if not name or (name.startswith("$") and not name.startswith(OPTIONAL)):
             raise CheckpointError(
                 f"{name!r} cannot be the name of something that is saved",
                 done="nothing was saved",
