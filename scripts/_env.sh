@@ -64,6 +64,7 @@ wanted_stamp() {
   "$VENV_PYTHON" -c 'import sys; print(sys.version)'
   cksum <"$ROOT/pyproject.toml"
   cksum <"$ROOT/constraints/ci.txt"
+  cksum <"$ROOT/constraints/nvrx.txt"
   cksum <"$ROOT/scripts/_env.sh"
 }
 
@@ -108,6 +109,10 @@ install_all() {
     "${pip[@]}" install "${words[@]}" ||
       fail "pip could not install $TORCH_WANTED. Set KEEPSTEP_TORCH to what fits this machine," \
         "for example KEEPSTEP_TORCH=torch==2.14.1"
+  fi
+  # Its wheels exist for some Pythons and C libraries only; all but its engine works without it.
+  if ! "${pip[@]}" install --no-deps --require-hashes -r "$ROOT/constraints/nvrx.txt"; then
+    say "nvidia-resiliency-ext is not available here: tests of the engine nvrx will be skipped"
   fi
   say "installing keepstep from this folder"
   "${pip[@]}" install --no-deps --no-build-isolation -e "$ROOT" ||

@@ -8,6 +8,7 @@ variable ``KEEPSTEP_NO_SKIP=1`` (CI) it fails instead.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -73,12 +74,19 @@ def _loop_mount() -> str:
     return "" if _runs("losetup", "--find") else "there are no loop devices here"
 
 
+def _nvrx() -> str:
+    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        return "the package nvidia-resiliency-ext is not installed (or not made for this Python)"
+    return ""
+
+
 _PROBES: dict[str, Callable[[], str]] = {
     "root": _root,
     "strace": _strace,
     "netns": _netns,
     "cgroup_memory": _cgroup_memory,
     "loop_mount": _loop_mount,
+    "nvrx": _nvrx,
 }
 PRIVILEGED = frozenset({"root", "netns", "cgroup_memory", "loop_mount"})
 
@@ -88,7 +96,7 @@ def missing(what: str) -> str:
     """Why the machine lacks ``what``; empty if it has it.
 
     Raises:
-        ValueError: ``what`` is not one of root, strace, netns, cgroup_memory, loop_mount.
+        ValueError: ``what`` is not one of root, strace, netns, cgroup_memory, loop_mount, nvrx.
     """
     if what not in _PROBES:
         raise ValueError(f"unknown need {what!r}; known: {', '.join(_PROBES)}")
