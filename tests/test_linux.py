@@ -194,3 +194,29 @@ def test_only_what_was_started_with_the_variables_and_early_enough_is_ended() ->
     assert half.poll() is None
     half.kill()
     half.wait()
+
+
+def test_a_resource_tracker_outlives_the_tree_until_it_has_cleaned_up() -> None:
+    code = """
+    import multiprocessing, sys
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    from multiprocessing import resource_tracker
+    print(semaphore._semlock.name, resource_tracker._resource_tracker._pid, flush=True)
+    sys.stdin.read()
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with child:
+        assert child.stdout is not None
+        name, tracker = child.stdout.readline().split()
+        path = Path("/dev/shm") / f"sem.{name.lstrip('/')}"
+        assert path.exists() and linux.is_tracker(int(tracker))
+        linux.kill_tree(child.pid)
+        child.wait()
+        wait_until(lambda: not lives(int(tracker)), "the tracker has ended")
+        assert not path.exists()

@@ -16,6 +16,8 @@ from keepstep.clock import SYSTEM
 
 OWNER = "KEEPSTEP_RANK_PID"
 """Environment variable: the rank's process, for whatever it starts and then loses sight of."""
+_TRACKER_S = 2.0
+"""How long a resource tracker may take to clean up after the processes that it served."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -60,20 +62,36 @@ def parents() -> dict[int, tuple[int, int]]:
 def kill_tree(pid: int) -> None:
     """SIGKILL ``pid``, its descendants and every process of the session it leads."""
     table = parents()
-    doomed = {pid} | {other for other, (_, session) in table.items() if session == pid}
-    _kill(doomed, table)
+    led = {other for other, (_, session) in table.items() if session == pid and other != pid}
+    _kill({pid} | {other for other in led if not is_tracker(other)}, table)
 
 
 def _kill(doomed: set[int], table: dict[int, tuple[int, int]]) -> None:
-    """SIGKILL ``doomed`` and their descendants in ``table``."""
+    """SIGKILL ``doomed`` and their descendants in ``table``, but for resource trackers among those.
+
+    Python's tracker removes what its process left in /dev/shm (semaphores, shared memory), and ends
+    by itself once all who use it are gone.
+    """
+    asked = set(doomed)
     grew = True
     while grew:
         more = {other for other, (parent, _) in table.items() if parent in doomed} - doomed
         doomed |= more
         grew = bool(more)
     for victim in doomed:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
+        if victim in asked or not is_tracker(victim):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether ``pid`` is a resource tracker of Python's multiprocessing."""
+    try:
+        return (
+            b"multiprocessing.resource_tracker" in Path("/proc", str(pid), "cmdline").read_bytes()
+        )
+    except OSError:
+        return False
 
 
 def end_owned(pid: int) -> None:
@@ -81,6 +99,7 @@ def end_owned(pid: int) -> None:
     environment names it as their ``OWNER``; with their descendants."""
     table = parents()
     left = {other for other, (_, session) in table.items() if session == pid or owner(other) == pid}
+    left = {other for other in left if not is_tracker(other)}
     _kill(left - {pid}, table)
 
 
@@ -161,9 +180,11 @@ def end_children(keep: Collection[int], limit_s: float) -> None:
     ``limit_s`` seconds (a process may be stuck in the kernel).
     """
     deadline = SYSTEM.mono() + limit_s
+    patient = SYSTEM.mono() + min(limit_s, _TRACKER_S)
     while (mine := children() - set(keep)) and SYSTEM.mono() < deadline:
         for pid in mine:
-            kill_tree(pid)
+            if SYSTEM.mono() >= patient or not is_tracker(pid):
+                kill_tree(pid)
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
