@@ -8,11 +8,16 @@ What a coordinator would tell is told by events and on stderr.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch.distributed as dist
+
 from keepstep import events
+from keepstep.checkpoint.torch_state import OPTIONAL
 from keepstep.errors import SaveFailed
 from keepstep.ports import PendingWrite
+from keepstep.rank import exchange
 from keepstep.rank.checkpointer import Checkpointer, WriterFactory
 from keepstep.rank.history import RoundHistory, RunHistory
 from keepstep.rank.progress import SaveEvents
@@ -23,13 +28,15 @@ from keepstep.wire.types import Version, World
 class AttachedSaver:
     """Implements ``engines.Saver`` for one round.
 
-    A save that fails is told and training goes on, as under the native launcher: only the last one
-    of a run must commit.
+    A save that fails is told and training goes on, as under the native launcher, up to
+    ``checkpoint.max_failures`` in a row; only the last one of a run must commit.
 
     Args:
         runtime: The rank. world: Its place in this round. writer: Makes the shard writer.
         coordinated: Whether ``world`` says, on a coordinator's word, what to restore and which term
             and round saves belong to.
+        extra: The engine's own state by name; saved with each checkpoint, and restored where the
+            checkpoint has it.
     """
 
     def __init__(
@@ -39,14 +46,19 @@ class AttachedSaver:
         writer: WriterFactory,
         *,
         coordinated: bool = False,
+        extra: Mapping[str, object] | None = None,
     ) -> None:
         self._runtime = runtime
         self._world = world
         self._events = SaveEvents(runtime)
+        self._extra = {f"{OPTIONAL}{name}": one for name, one in (extra or {}).items()}
         self._last = 0
+        self._failures = 0
+        self._begun: list[tuple[int, PendingWrite]] = []
         checkpoint, run = runtime.config.checkpoint, runtime.start.run
         root = Path(checkpoint.dir).absolute()
         self._write_limit_s = checkpoint.write_limit_s
+        self._most_failures = checkpoint.max_failures
         self._history = (
             RoundHistory(world)
             if coordinated
@@ -67,14 +79,15 @@ class AttachedSaver:
         """Copy ``state`` and write it in the background; tells which earlier saves failed.
 
         Raises:
-            SaveFailed: this one cannot be begun.
+            SaveFailed: this one cannot be begun, or too many failed in a row.
         """
-        self._tell_failed(self._checkpointer.failures())
+        self._judge(self._checkpointer.failures())
         size: list[int] = []
         with self._events.saving(step, size):
-            pending = self._checkpointer.async_save(state, step)
+            pending = self._checkpointer.async_save({**state, **self._extra}, step)
             size.append(self._checkpointer.last_bytes)
         self._last = step
+        self._begun.append((step, pending))
         return pending
 
     def load(self, state: dict[str, object]) -> int:
@@ -83,7 +96,7 @@ class AttachedSaver:
         Raises:
             CheckpointError: there are checkpoints, and none can be used.
         """
-        return self._checkpointer.restore(state)
+        return self._checkpointer.restore({**state, **self._extra})
 
     def poll(self) -> None:
         """A step was completed."""
@@ -100,6 +113,20 @@ class AttachedSaver:
         for step, error in failed:
             if step == self._last:
                 raise error
+
+    def leave(self, limit_s: float) -> None:
+        """The attempt is over, on every rank: a save that all of them began gets its chance.
+
+        The ranks compare notes in the process group of the next attempt, so all must call it.
+
+        Args:
+            limit_s: How long a save may still take.
+        """
+        begun = str(self._last if self._checkpointer.unsettled else 0).encode()
+        everywhere = dist.is_initialized() and set(exchange.gather(begun)) == {begun}
+        if everywhere and begun != b"0":
+            self._tell_failed(self._checkpointer.settle(limit_s))
+        self.close(abort=True)
 
     def close(self, *, abort: bool = False) -> None:
         """End the writer; without ``abort`` the saves begun are waited for. Can be called twice.
@@ -128,6 +155,16 @@ class AttachedSaver:
         """Rank 0, any thread: a checkpoint is durable."""
         done = events.CheckpointCommit(folder=folder, bytes=nbytes, save_s=round(save_s, 6))
         self._runtime.recorder.emit(done, step=version.step)
+
+    def _judge(self, failed: list[tuple[int, SaveFailed]]) -> None:
+        """Tell of failed saves; the last of too many in a row is raised."""
+        self._tell_failed(failed)
+        errors = dict(failed)
+        for step, pending in [one for one in self._begun if one[1].done()]:
+            self._begun.remove((step, pending))
+            self._failures = self._failures + 1 if step in errors else 0
+        if failed and self._failures > self._most_failures:
+            raise failed[-1][1]
 
     def _tell_failed(self, failed: list[tuple[int, SaveFailed]]) -> None:
         for step, error in failed:

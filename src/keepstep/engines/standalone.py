@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -23,8 +24,15 @@ from keepstep.wire.types import World
 T = TypeVar("T")
 
 
-def chosen_writer(engine: str, kind: Literal["torch", "dcp"] = "torch") -> WriterFactory:
-    """What makes the shard writers of ``engine``; ``kind`` is which of NVRx's two.
+def chosen_writer(
+    engine: str,
+    kind: Literal["torch", "dcp"] = "torch",
+    guard: Callable[[], AbstractContextManager[None]] | None = None,
+) -> WriterFactory:
+    """What makes the shard writers of ``engine``.
+
+    Args:
+        engine: native or nvrx. kind: which of NVRx's two. guard: entered around NVRx's commits.
 
     Raises:
         EngineUnavailable: the engine's package is not installed.
@@ -35,7 +43,7 @@ def chosen_writer(engine: str, kind: Literal["torch", "dcp"] = "torch") -> Write
     if engine == "nvrx":
         from keepstep.engines.nvrx.shards import writer_factory
 
-        return writer_factory(kind)
+        return writer_factory(kind, guard=guard) if guard else writer_factory(kind)
     raise UsageError(f"there is no engine {engine!r}", advice='choose "native" or "nvrx"')
 
 

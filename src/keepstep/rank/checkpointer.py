@@ -228,6 +228,11 @@ class Checkpointer:
         writer = None if self._session is None else self._session.writer
         return int(getattr(writer, "last_bytes", 0))
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether a save begun is neither committed nor known to have failed."""
+        return any(not pending.done() for _, pending in self._pending)
+
     def failures(self) -> list[tuple[int, SaveFailed]]:
         """Steps whose saves failed since the last call, and why; they raise nowhere else then."""
         return list(self._failed())

@@ -12,6 +12,7 @@ from keepstep.engines.nvrx.heartbeat import NvrxHeartbeat
 from keepstep.engines.nvrx.progress import AttachedProgress
 from keepstep.engines.nvrx.restarter import NvrxRestarter
 from keepstep.engines.nvrx.rounds import LauncherOnly, Rounds
+from keepstep.engines.standalone import chosen_writer
 from keepstep.policy.nvrx_limits import nvrx_limits
 from keepstep.ports import Restarter
 from keepstep.rank.restart import Groups
@@ -55,29 +56,26 @@ class NvrxEngine(Engine):
         return RoundGroups(self._runtime, meet)
 
     def saver(self, world: World) -> Saver:
-        """Saves with a writer of this rank; a save left by the attempt before is given up."""
-        self._drop_saver(abort=True)
-        self._saver = AttachedSaver(self._runtime, world, self._writer())
+        """Saves with a writer of this rank; a save that the attempt before left behind on every
+        rank is finished first."""
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.leave(self._config.restart.save_wait_s)
+        self._saver = AttachedSaver(
+            self._runtime, world, self._writer(), extra={"nvrx_heartbeat": self._heartbeat.learned}
+        )
         return self._saver
 
     def _writer(self) -> Any:
-        if self._config.engine.parts.checkpoint != "nvrx":
-            from keepstep.rank.checkpointer import native_writer
-
-            return native_writer
-        from keepstep.engines.nvrx.shards import writer_factory
-
+        parts, kind = self._config.engine.parts, self._config.nvrx.checkpoint
         guard = self._wrapper.atomic if self._wrapper is not None else None
-        return writer_factory(self._config.nvrx.checkpoint, guard=guard)
-
-    def _drop_saver(self, *, abort: bool) -> None:
-        saver, self._saver = self._saver, None
-        if saver is not None:
-            saver.close(abort=abort)
+        return chosen_writer(parts.checkpoint, kind, guard)
 
     def close(self) -> None:
         """End the writer and the heartbeat; saves are finished by ``Saver.finish`` before."""
+        saver, self._saver = self._saver, None
         try:
-            self._drop_saver(abort=True)
+            if saver is not None:
+                saver.close(abort=True)
         finally:
             self._heartbeat.end()
