@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,67 +64,76 @@ def version() -> str:
         raise EngineUnavailable(
             f'engine "nvrx" needs the package {PACKAGE}, which is not installed',
             done="nothing was started",
-            advice="pip install 'keepstep[nvrx]', or choose engine.name = \"native\"",
+            advice="install it with pip install 'keepstep[nvrx]', or choose "
+            'engine.name = "native"',
         ) from None
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-    if numbers < OLDEST:
+    # What follows the numbers (rc1, .dev3, +cu13) says nothing about which calls are there.
+    leading = re.match(r"\d+(\.\d+)*", found)
+    if leading is None or tuple(map(int, leading[0].split("."))) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise EngineUnavailable(
             f"{PACKAGE} {found} is installed, the engine nvrx needs {oldest} or newer",
             done="nothing was started",
-            advice="pip install --upgrade 'keepstep[nvrx]'",
+            advice="upgrade it with pip install --upgrade 'keepstep[nvrx]'",
         )
     return found
 
 
 def inprocess() -> InProcess:
     """The names of in-process restart. Raises EngineUnavailable as ``version``."""
-    root = _module("inprocess")
     return InProcess(
-        Wrapper=root.Wrapper,
-        CallWrapper=root.CallWrapper,
-        Abort=_module("inprocess.abort").Abort,
-        Finalize=_module("inprocess.finalize").Finalize,
-        Initialize=_module("inprocess.initialize").Initialize,
-        HealthCheck=_module("inprocess.health_check").HealthCheck,
-        CudaHealthCheck=_module("inprocess.health_check").CudaHealthCheck,
-        Compose=root.Compose,
-        ActivateAllRanks=_module("inprocess.rank_assignment").ActivateAllRanks,
-        ShiftRanks=_module("inprocess.rank_assignment").ShiftRanks,
-        RankShouldRestart=_module("inprocess.monitor_thread").RankShouldRestart,
-        RestartAbort=_module("inprocess.exception").RestartAbort,
-        StoreMixin=_module("inprocess.store").StoreMixin,
+        Wrapper=_name("inprocess", "Wrapper"),
+        CallWrapper=_name("inprocess", "CallWrapper"),
+        Abort=_name("inprocess.abort", "Abort"),
+        Finalize=_name("inprocess.finalize", "Finalize"),
+        Initialize=_name("inprocess.initialize", "Initialize"),
+        HealthCheck=_name("inprocess.health_check", "HealthCheck"),
+        CudaHealthCheck=_name("inprocess.health_check", "CudaHealthCheck"),
+        Compose=_name("inprocess", "Compose"),
+        ActivateAllRanks=_name("inprocess.rank_assignment", "ActivateAllRanks"),
+        ShiftRanks=_name("inprocess.rank_assignment", "ShiftRanks"),
+        RankShouldRestart=_name("inprocess.monitor_thread", "RankShouldRestart"),
+        RestartAbort=_name("inprocess.exception", "RestartAbort"),
+        StoreMixin=_name("inprocess.store", "StoreMixin"),
     )
 
 
 def checkpointing() -> Checkpointing:
     """The names of asynchronous checkpoints. Raises EngineUnavailable as ``version``."""
-    core = _module("checkpointing.async_ckpt.core")
-    saver = _module("checkpointing.async_ckpt.state_dict_saver")
+    folder = "checkpointing.async_ckpt"
+    saver = f"{folder}.state_dict_saver"
     return Checkpointing(
-        TorchAsyncCheckpoint=_module("checkpointing.async_ckpt.torch_ckpt").TorchAsyncCheckpoint,
-        AsyncCallsQueue=core.AsyncCallsQueue,
-        AsyncRequest=core.AsyncRequest,
-        FileSystemWriterAsync=_module(
-            "checkpointing.async_ckpt.filesystem_async"
-        ).FileSystemWriterAsync,
-        save_state_dict_async_plan=saver.save_state_dict_async_plan,
-        save_state_dict_async_finalize=saver.save_state_dict_async_finalize,
+        TorchAsyncCheckpoint=_name(f"{folder}.torch_ckpt", "TorchAsyncCheckpoint"),
+        AsyncCallsQueue=_name(f"{folder}.core", "AsyncCallsQueue"),
+        AsyncRequest=_name(f"{folder}.core", "AsyncRequest"),
+        FileSystemWriterAsync=_name(f"{folder}.filesystem_async", "FileSystemWriterAsync"),
+        save_state_dict_async_plan=_name(saver, "save_state_dict_async_plan"),
+        save_state_dict_async_finalize=_name(saver, "save_state_dict_async_finalize"),
     )
 
 
 def rank_monitor_client() -> Any:
     """``fault_tolerance.RankMonitorClient``. Raises EngineUnavailable as ``version``."""
-    return _module("fault_tolerance.rank_monitor_client").RankMonitorClient
+    return _name("fault_tolerance.rank_monitor_client", "RankMonitorClient")
 
 
-def _module(name: str) -> Any:
+def _name(module: str, name: str) -> Any:
+    """``name`` of NVRx's ``module``, which is imported if it was not."""
     found = version()
     try:
-        return importlib.import_module(f"{_ROOT}.{name}")
+        return getattr(importlib.import_module(f"{_ROOT}.{module}"), name)
     except ImportError as error:
         raise EngineUnavailable(
             f"{PACKAGE} {found} cannot be imported: {error}",
+            where=f"{_ROOT}.{module}",
             done="nothing was started",
-            advice="pip install 'keepstep[nvrx]' (NVRx itself does not name all it needs: numpy)",
+            advice="install what is missing with pip install 'keepstep[nvrx]'; NVRx itself does "
+            "not name all it needs (numpy)",
+        ) from error
+    except AttributeError as error:
+        raise EngineUnavailable(
+            f"{PACKAGE} {found} does not fit: {error}",
+            where=f"{_ROOT}.{module}",
+            done="nothing was started",
+            advice="install a release that keepstep was written for: 0.4.1 to 0.7",
         ) from error
