@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from keepstep import linux
+from keepstep.agent.environment import importable
 from keepstep.agent.launch_spec import Launch
 from keepstep.config.load import encode
 from keepstep.wire.channel import Channel, pair
@@ -44,7 +45,7 @@ class Children:
         linux.become_subreaper()
         self._not_ours = linux.children()
         config = spec.config
-        environ = _importable(spec.environ)
+        environ = importable(spec.environ)
         logs = spec.log_dir
         sock, self.coordinator_process = _start(
             "keepstep.coordinator",
@@ -100,13 +101,3 @@ class Children:
                 process.kill()
                 process.wait()
         linux.end_children(keep=self._not_ours, limit_s=limit_s)
-
-
-def _importable(environ: dict[str, str]) -> dict[str, str]:
-    """The helpers import the same keepstep as the agent, wherever it was started from."""
-    here = str(Path(__file__).resolve().parents[2])
-    if not here.endswith("src"):
-        return dict(environ)
-    known = environ.get("PYTHONPATH", "")
-    parts = [here, *[part for part in known.split(":") if part and part != here]]
-    return {**environ, "PYTHONPATH": ":".join(parts)}

@@ -72,3 +72,14 @@ def shared_environment(environ: dict[str, str], nproc: int) -> dict[str, str]:
     if nproc > 1:
         shared.setdefault("OMP_NUM_THREADS", "1")
     return shared
+
+
+def importable(environ: dict[str, str]) -> dict[str, str]:
+    """``environ`` for helpers: they import the same keepstep as the agent, wherever it was started
+    from."""
+    here = str(Path(__file__).resolve().parents[2])
+    if not here.endswith("src"):
+        return dict(environ)
+    known = environ.get("PYTHONPATH", "")
+    parts = [here, *[part for part in known.split(":") if part and part != here]]
+    return {**environ, "PYTHONPATH": ":".join(parts)}

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from keepstep import __version__, events
 from keepstep.agent.agent import Agent
 from keepstep.agent.console import Console
 from keepstep.agent.environment import shared_environment
+from keepstep.agent.ft_command import ft_command, launcher_environment
 from keepstep.agent.health_watch import checks_of, refuse_bad_start
 from keepstep.agent.launch_spec import Launch
+from keepstep.agent.nvrx_requirements import installed
+from keepstep.agent.observe.observer import Observer
 from keepstep.agent.run_folder import RunFolder
 from keepstep.errors import ExitCode
 from keepstep.faults import triggers
@@ -21,6 +26,29 @@ from keepstep.faults.plan import FaultPlan
 from keepstep.goodput.render import closing_table
 from keepstep.goodput.report import build
 from keepstep.health import run_all
+from keepstep.policy.nvrx_limits import nvrx_limits
+from keepstep.ports import Finding, HealthCheck
+from keepstep.wire.messages import JobEnd
+
+
+class Runner(Protocol):
+    """The node's own process: starts and replaces ranks itself, or watches who does."""
+
+    recorder: events.Recorder
+    failed_later: list[int]
+    """Ranks that ended with an unexpected exit code after the job was over."""
+
+    def run(self) -> JobEnd:
+        """Run the job to its end."""
+
+    def notice(self, number: int) -> None:
+        """Signal handler: the run is asked to stop."""
+
+    def found(self, finding: Finding) -> None:
+        """Record a health finding."""
+
+    def close_files(self) -> None:
+        """Write the last events."""
 
 
 def launch(spec: Launch) -> int:
@@ -38,18 +66,18 @@ def launch(spec: Launch) -> int:
         checks = checks_of(spec)
         findings = run_all(checks)
         refuse_bad_start(findings)
-        agent = Agent(spec, console, checks)
+        agent = _runner(spec, console, checks)
         agent.recorder.emit(
             events.RunBegin(
                 argv=spec.argv,
-                engine=spec.config.engine.name,
-                world=spec.nproc,
+                engine="nvrx" if spec.config.engine.parts.any_nvrx else "native",
+                world=spec.world,
                 version=__version__,
             )
         )
         for finding in findings:
             agent.found(finding)
-        console.say(f"run {spec.run_id}: {spec.nproc} ranks, run folder {spec.run_dir}")
+        console.say(f"run {spec.run_id}: {spec.world} ranks, run folder {spec.run_dir}")
         with _signals_noticed(spec, agent):
             end = agent.run()
         code, reason = int(end.exit_code), end.reason
@@ -66,6 +94,21 @@ def launch(spec: Launch) -> int:
         folder.close()
 
 
+def _runner(spec: Launch, console: Console, checks: list[HealthCheck]) -> Runner:
+    """Who runs the job here, by the engine's launcher."""
+    if spec.config.engine.parts.launcher == "native":
+        return Agent(spec, console, checks)
+    limits = nvrx_limits(spec.config)
+    command = ft_command(
+        spec,
+        limits,
+        python=sys.executable,
+        rdzv_endpoint=spec.rdzv_endpoint,
+        version=installed().nvrx,
+    )
+    return Observer(spec, command, launcher_environment(spec), limits, console, checks)
+
+
 def _completed(spec: Launch) -> Launch:
     """Fill in what follows from other values."""
     config = spec.config
@@ -80,11 +123,11 @@ def _completed(spec: Launch) -> Launch:
 
 
 def _check_faults(spec: Launch) -> None:
-    triggers.check_means(FaultPlan.parse(spec.config.faults.inject, world=spec.nproc).faults)
+    triggers.check_means(FaultPlan.parse(spec.config.faults.inject, world=spec.world).faults)
 
 
 @contextmanager
-def _signals_noticed(spec: Launch, agent: Agent) -> Iterator[None]:
+def _signals_noticed(spec: Launch, agent: Runner) -> Iterator[None]:
     """The signals that mean "stop" go to the agent."""
     before = {
         name: signal.signal(signal.Signals[name], lambda number, _: agent.notice(number))

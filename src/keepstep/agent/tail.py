@@ -37,9 +37,11 @@ class Tails:
         self._show = show
         self._tails: dict[tuple[int, int], _Tail] = {}
 
-    def add(self, ticket: int, stream: int, path: Path, prefix: str) -> None:
-        """Follow ``path`` from its start."""
-        self._tails[ticket, stream] = _Tail(path.open("rb", buffering=0), path, prefix, stream)
+    def add(self, ticket: int, stream: int, path: Path, prefix: str, start: int = 0) -> None:
+        """Follow ``path`` from byte ``start``."""
+        file = path.open("rb", buffering=0)
+        file.seek(start)
+        self._tails[ticket, stream] = _Tail(file, path, prefix, stream)
 
     def poll(self) -> None:
         """Show what was added since the last call, at most a chunk of each file."""

@@ -1,0 +1,332 @@
+"""The observer: ``keepstep run`` where another launcher starts the ranks. One per node, no torch.
+
+One thread, one loop, as in the agent: nothing here waits for storage, a rank or the launcher. It
+never starts, ends or replaces a rank by itself: it writes down what happens, and ends everything
+once policy says that the run is over.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+
+from keepstep import events
+from keepstep.agent.console import Console
+from keepstep.agent.files import EventFiles
+from keepstep.agent.hangs import HangWatch
+from keepstep.agent.health_watch import HealthWatch
+from keepstep.agent.launch_spec import Launch
+from keepstep.agent.observe.beats import Beats, bounds
+from keepstep.agent.observe.helpers import STORE_HOST, Boards, Helpers
+from keepstep.agent.observe.launcher_log import NAME, LauncherLog
+from keepstep.agent.observe.rounds import Rounds
+from keepstep.agent.observe.seats import Ended, Gone, Occupant, Seats, Seen, Started, Told
+from keepstep.agent.observe.state import State
+from keepstep.agent.observe.waiter import Waiter
+from keepstep.agent.tail import Tails
+from keepstep.clock import SYSTEM
+from keepstep.errors import ExitCode
+from keepstep.policy.ladder import SCRIPT_KINDS
+from keepstep.policy.nvrx_limits import NvrxLimits
+from keepstep.ports import Finding, HealthCheck
+from keepstep.wire.messages import JobEnd, Notice
+
+_TICK_S = 0.05
+_RANKS_S = 0.2
+"""From the signal that stops the launcher until the ranks are killed."""
+_ALL_S = 5.0
+"""From that signal until whatever is left is killed."""
+_STOP_SLACK_S = 1.0
+_STOP_SLACK_STEPS = 2
+"""The step to stop after lies so far ahead that every rank reads of it before."""
+
+
+class Observer:
+    """Runs one job on one node under another launcher. Used as ``Agent`` is.
+
+    Args:
+        spec: What is launched. command, environ: the launcher's.
+        limits: What the launcher was told. console: where people look. checks: of the node's
+            health. store_host: the module that hosts the store outside the ranks.
+
+    Raises:
+        UsageError: the store's port cannot be used.
+    """
+
+    def __init__(
+        self,
+        spec: Launch,
+        command: list[str],
+        environ: dict[str, str],
+        limits: NvrxLimits,
+        console: Console,
+        checks: list[HealthCheck],
+        store_host: str = STORE_HOST,
+    ) -> None:
+        self._spec = spec
+        self._console = console
+        node = spec.node_rank or 0
+        name = f"agent-{node}-{int(SYSTEM.wall())}-{os.getpid()}.jsonl"
+        self._files = EventFiles(spec.run_dir / "events", name)
+        self.recorder = events.Recorder(
+            self._files.put, run=spec.run_id, src="agent", node=node, world=spec.world
+        )
+        self._waiter = Waiter()
+        self._tails = Tails(console.show)
+        self._log = LauncherLog(spec.log_dir / NAME)
+        self._health = HealthWatch(checks, self._waiter.wake)
+        in_process = spec.config.engine.parts.restart == "nvrx"
+        floor = spec.config.heartbeat.min_limit_s
+        self._watch = HangWatch[Occupant](
+            lambda phase: bounds(phase, limits, in_process=in_process, floor_s=floor),
+            spec.run_dir,
+            _TICK_S,
+        )
+        self._beats = Beats(limits, in_process=in_process)
+        self._state = State(world=spec.nproc, config=spec.config, decides=node == 0)
+        self._rounds = Rounds(
+            self._state, self.recorder.emit, kill_after_s=limits.termination_grace
+        )
+        self._boards = Boards(spec.nproc)
+        try:
+            self._helpers = Helpers(spec, command, environ, self._boards.paths, store_host)
+        except BaseException:
+            self._boards.close()
+            self._waiter.close()
+            self._files.close()
+            raise
+        self._seats = Seats(
+            spec,
+            self._boards.boards,
+            self._waiter,
+            self._files,
+            self._tails,
+            self._helpers.attach,
+            self._log.codes,
+        )
+        self._end: JobEnd | None = None
+        self._end_at = 0.0
+        self._notice_at = 0.0
+        self._asked = False
+        self._signal = ""
+        self._hurry = False
+        self.failed_later: list[int] = []
+        """Always empty: this launcher waits for every rank."""
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def run(self) -> JobEnd:
+        """Watch the job to its end; returns how it ended."""
+        spec, helpers = self._spec, self._helpers
+        self.recorder.emit(events.NodeBegin(pid=os.getpid(), local_world=spec.nproc))
+        self._rounds.begin()
+        self._waiter.add(helpers.sock.fileno(), helpers.heard)
+        try:
+            while not helpers.ended:
+                self._waiter.turn(_TICK_S)
+                self._tick(SYSTEM.mono())
+            self._waiter.remove(helpers.sock.fileno())
+            self._log.poll(whole=True)
+            now = SYSTEM.mono()
+            self._take(self._seats.end_all(now), now)
+            self._say()
+            end = self._end or self._launcher_ended(now)
+        finally:
+            self._close()
+        return end
+
+    def notice(self, number: int) -> None:
+        """Signal handler: the run is asked to stop; a second signal ends it at once."""
+        self._hurry = bool(self._signal)
+        self._signal = self._signal or signal.Signals(number).name
+        self._waiter.wake()
+
+    def found(self, finding: Finding) -> None:
+        """Record a health finding; a node that must be replaced ends here."""
+        self.recorder.emit(
+            events.HealthFinding(check=finding.check, status=finding.status, detail=finding.detail)
+        )
+        if finding.status == "bad":
+            self._console.say(f"health check {finding.check} is bad: {finding.detail}")
+        if finding.action == "replace_node":
+            text = f"this node is unhealthy: {finding.check}: {finding.detail}"
+            self._finish(ExitCode.NODE_UNHEALTHY, text)
+
+    def _close(self) -> None:
+        self._seats.close()
+        self._helpers.close()
+        self._health.close(limit_s=5.0)
+        self._log.close()
+        self._boards.close()
+        self._waiter.close()
+
+    def close_files(self) -> None:
+        """Write the last events."""
+        self._files.close()
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        self._log.poll()
+        self._take(self._seats.look(now), now)
+        self._tails.poll()
+        living = self._seats.living
+        for who in living:
+            self._beat(who, now)
+        if self._end is None:
+            self._look_for_hangs(living, now)
+            self._rounds.progress(now)
+            self._watch_helpers()
+        for finding in self._health.take():
+            self.found(finding)
+        self._say()
+        self._stop_on_notice(living, now)
+        self._end_launcher(now)
+        if living:
+            board = living[0].board
+            self._console.progress(board.done, board.step_s, board.loss, now)
+
+    def _take(self, seen: list[Seen], now: float) -> None:
+        for one in seen:
+            match one:
+                case Started(who):
+                    self._rounds.started(who, now)
+                case Told(who, event):
+                    self._rounds.told(who, event, now)
+                case Gone(who):
+                    self._rounds.gone(who, now)
+                case Ended(who, code, known):
+                    self._watch.forget(who)
+                    beat = self._beats.last(who.rank)
+                    if beat is not None:
+                        self.recorder.emit(beat, rank=who.rank, step=who.step)
+                    self._rounds.ended(who, code, known, now)
+
+    def _beat(self, who: Occupant, now: float) -> None:
+        beat = self._beats.look(who.rank, who.board, now)
+        if beat is not None:
+            self.recorder.emit(beat, rank=who.rank, step=who.step)
+
+    def _look_for_hangs(self, living: list[Occupant], now: float) -> None:
+        stalled, suspects = self._watch.look(living, now)
+        for who, suspect in suspects:
+            self.recorder.emit(suspect, rank=who.rank, step=who.step)
+            self._console.say(
+                f"rank {who.rank} is suspect: no progress for {suspect.idle_s:.1f} s in "
+                f"{suspect.phase}, step {who.step} (limit {suspect.limit_s:.1f} s)"
+            )
+        if stalled is not None:
+            self._rounds.failures.stalled(stalled, now)
+
+    def _watch_helpers(self) -> None:
+        lost = self._helpers.store_lost
+        if lost:
+            log = self._spec.log_dir / "store.log"
+            text = f"the process that hosts the store {lost} before the job was over; see {log}"
+            self._finish(ExitCode.INTERNAL, text)
+
+    def _say(self) -> None:
+        for one in self._rounds.take():
+            if isinstance(one, JobEnd):
+                self._finish(one.exit_code, one.reason)
+                continue
+            self._say_notice(one)
+
+    def _say_notice(self, notice: Notice) -> None:
+        if notice.kind == "commit":
+            self._console.committed = max(self._console.committed, notice.step)
+            return
+        if notice.kind == "restart":
+            self._console.restarts += 1
+            self._health.start()
+        if notice.kind == "go":
+            self._console.committed = notice.step
+        self._console.say(notice.text)
+
+    # --- stopping ---------------------------------------------------------------------------------
+
+    def _stop_on_notice(self, living: list[Occupant], now: float) -> None:
+        if not self._signal or self._end is not None:
+            return
+        grace = self._spec.config.run.grace_s
+        number = signal.Signals[self._signal]
+        if not self._notice_at:
+            self._notice_at = now
+            self._state.signal = self._signal
+            self.recorder.emit(events.StopNotice(signal=self._signal))
+            self._console.say(f"{self._signal}: ranks have {grace:.0f} s to commit a checkpoint")
+            self._ask_stop(living, number)
+        elif now - self._notice_at >= grace or self._hurry:
+            waited = now - self._notice_at
+            text = f"{self._signal}: ended after {waited:.0f} s without a checkpoint of that time"
+            self._finish(128 + number, text)
+
+    def _ask_stop(self, living: list[Occupant], number: int) -> None:
+        """Name the step to stop after; a script without keepstep.run gets the signal instead."""
+        state = self._state
+        if not state.adopted:
+            self._helpers.signal(number)
+        elif state.running:
+            step = stop_step([(who.board.step, who.board.step_s) for who in living])
+            for board in self._boards.boards:
+                board.ask_stop(step)
+            self._console.say(f"stopping after step {step}")
+        else:
+            when = "during a restart" if state.round else "before the round began"
+            self._rounds.failures.stopped(when)
+
+    def _finish(self, code: int, reason: str) -> None:
+        """The run is over before the launcher says so: stop it."""
+        if self._end is None:
+            self._state.over = True
+            self._end = JobEnd(exit_code=int(code), reason=reason, graceful=False)
+            self._end_at = SYSTEM.mono()
+            self._helpers.signal(signal.SIGTERM)
+
+    def _end_launcher(self, now: float) -> None:
+        """It leaves in its own way, so that it removes its files; then it is not waited for."""
+        if self._end is None:
+            return
+        if now - self._end_at >= _RANKS_S:
+            self._seats.kill()
+        if now - self._end_at >= _ALL_S:
+            self._helpers.kill()
+
+    def _launcher_ended(self, now: float) -> JobEnd:
+        """The launcher ended by itself: why, as well as it is known."""
+        code = self._helpers.code
+        wrong = {rank: who.code for rank, who in self._seats.last.items() if who.code}
+        if code == 0 and not self._log.unhealthy and (self._state.signal or not wrong):
+            exit_code, reason = self._rounds.finished()
+            return JobEnd(exit_code=exit_code, reason=reason, graceful=True)
+        if self._state.signal and not self._state.adopted:
+            exit_code, reason = self._rounds.finished()  # its ranks took the signal as they do
+            return JobEnd(exit_code=exit_code, reason=reason, graceful=True)
+        failure = self._rounds.failures.gave_up(now)
+        self._say()
+        if self._end is not None:
+            return self._end
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        text = f"the launcher {how} before the job was over; see {self._helpers.log}"
+        exit_code = ExitCode.INTERNAL
+        if self._log.unhealthy:
+            exit_code, text = ExitCode.NODE_UNHEALTHY, f"{text}: it calls this node unhealthy"
+        elif failure is not None and code >= 0:
+            script = failure.cause in SCRIPT_KINDS
+            exit_code = ExitCode.SCRIPT_FAILED if script else ExitCode.INTERNAL
+            text = f"{failure.line}, and {text}"
+        for line in self._log.last_lines:
+            self._console.show(2, f"[launcher] {line}")
+        return JobEnd(exit_code=int(exit_code), reason=text, graceful=True)
+
+
+def stop_step(ranks: list[tuple[int, float]]) -> int:
+    """The step after which all ranks can stop: none of them is so far yet when it reads this.
+
+    Args:
+        ranks: Step in progress and seconds of the last step, of each rank.
+    """
+    live = max((step for step, _ in ranks), default=0)
+    shortest = min((seconds for _, seconds in ranks if seconds > 0), default=_STOP_SLACK_S)
+    return live + max(_STOP_SLACK_STEPS, math.ceil(_STOP_SLACK_S / shortest))

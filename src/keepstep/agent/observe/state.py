@@ -1,0 +1,125 @@
+"""What the observer knows of the run at one moment. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep import events, policy
+from keepstep.agent.observe.seats import Occupant
+from keepstep.config import Config
+from keepstep.shm import Phase
+from keepstep.wire.messages import JobEnd, Notice
+
+
+@dataclass(slots=True)
+class Member:
+    """The newest process of a rank."""
+
+    who: Occupant
+    since: float
+    lives: bool = True
+    joined: int = 0
+    """Newest round that it joined; 0: none."""
+    stepped: bool = False
+    told: bool = False
+    """It has reported an exception of its own."""
+    hang: tuple[policy.Report, str, float] | None = None
+    """It hangs: the report, its stack, and its progress mark at that time."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it was found to hang and has made no progress since."""
+        return self.hang is not None and self.hang[2] == self.who.progress
+
+
+@dataclass(slots=True)
+class Forming:
+    """A round that some ranks have joined, and when the last did (wall time)."""
+
+    number: int
+    joined: set[int]
+    t: float = 0.0
+    first: int | None = None
+    """The first step that was completed in it."""
+    restored: int | None = None
+
+
+@dataclass(slots=True)
+class State:
+    """Of the ranks that this process watches, ``world`` in number.
+
+    ``decides``: whether this process is the one that says what happened (node 0).
+    """
+
+    world: int
+    config: Config
+    decides: bool = True
+    members: dict[int, Member] = field(default_factory=dict)
+    adopted: bool = False
+    """Whether the script uses ``keepstep.run``."""
+    round: int = 0
+    """The newest round that was ready; 0: none."""
+    forming: Forming | None = None
+    running: bool = False
+    committed: int = 0
+    highest: int = 0
+    """The newest step that any rank is known to have begun."""
+    signal: str = ""
+    """The signal on which the run is to stop."""
+    over: bool = False
+    out: list[Notice | JobEnd] = field(default_factory=list)
+    """What is to be said."""
+
+    @property
+    def in_process(self) -> bool:
+        """Whether something restarts inside the processes."""
+        return self.adopted and self.config.engine.parts.restart == "nvrx"
+
+    @property
+    def all_joined(self) -> bool:
+        """Whether every rank has joined the round that forms."""
+        return self.forming is not None and len(self.forming.joined) == self.world
+
+    @property
+    def at_first_step(self) -> bool:
+        """Whether a rank is in step 1 of the run."""
+        boards = (member.who.board for member in self.members.values())
+        return any(board.phase is Phase.STEP and board.step == 1 for board in boards)
+
+    def pids(self) -> dict[int, int]:
+        """The processes by rank."""
+        return {rank: one.who.pid for rank, one in sorted(self.members.items())}
+
+    def changed(self, pids: dict[int, int]) -> list[int]:
+        """Ranks whose process in ``pids`` has ended."""
+        return [
+            rank
+            for rank, one in self.members.items()
+            if not one.lives or one.who.pid != pids.get(rank)
+        ]
+
+    def say(self, kind: str, text: str, step: int = 0) -> None:
+        """A line for people; kinds as of ``Notice``."""
+        self.out.append(Notice(kind=kind, text=text, step=step))
+
+    def end(self, code: int, reason: str) -> None:
+        """The run is over: the launcher must be stopped."""
+        if not self.over:
+            self.over = True
+            self.out.append(JobEnd(exit_code=int(code), reason=reason, graceful=False))
+
+
+def cause_event(
+    found: policy.Attribution, level: str, reason: str, *, oldest: int, stack: str
+) -> events.RestartCause:
+    """What is written down of a failure; ``oldest`` is the step where nobody is blamed."""
+    return events.RestartCause(
+        cause=found.cause,
+        guilty=found.guilty,
+        step=found.step if found.cause in policy.DEFINITE else oldest,
+        level=level,
+        reason=reason,
+        line=found.line,
+        consequences=list(found.consequences),
+        stack=stack,
+    )

@@ -1,0 +1,155 @@
+"""A rank without torch, under ``fake_launcher``: it takes its board and writes events as real ones
+do, and it meets the others through files.
+
+Arguments: steps, then faults ``KIND@STEP:RANK``, each once unless ``KIND`` ends in ``!``. With
+``in_process`` among them a failure makes all ranks leave the round and join the next one, as with
+NVRx's in-process restart; without it, the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from keepstep import events
+from keepstep.clock import SYSTEM
+from keepstep.rank.attached import attach
+from keepstep.rank.bootstrap import _answer_stack_signal
+from keepstep.shm import Phase
+from keepstep.wire.messages import Failed, Go
+
+_SAVE_EVERY = 5
+_STEP_S = 0.02
+_HANG_S = 1.0
+"""How long a hung rank lives before something like NVRx's monitor kills it."""
+
+
+class _Leave(Exception):
+    """Another rank has failed."""
+
+
+class FakeRank:
+    """One process of one rank."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.runtime = attach(arguments)
+        self.steps = int(arguments[0])
+        self.in_process = "in_process" in arguments
+        self.faults = [one for one in arguments[1:] if "@" in one]
+        self.rank, self.world = self.runtime.start.rank, self.runtime.start.world
+        self.place = self.runtime.run_dir / "fake"
+        self.place.mkdir(exist_ok=True)
+        self.saved = self.place / "saved"
+        self.attempts = 0
+        self.pause = threading.Event()
+        _answer_stack_signal(self.runtime)
+        self.runtime.start_beating()
+
+    def run(self) -> int:
+        """To the end."""
+        self.runtime.enter(Phase.SCRIPT)
+        number = 100 * int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        while True:
+            self.attempts += 1
+            number += 1
+            try:
+                self._round(number)
+                return 0
+            except _Leave:
+                continue
+            except RuntimeError as error:
+                self._report(error)
+                (self.place / f"abort-{number}").touch()
+                if not self.in_process:
+                    return 1
+
+    def _round(self, number: int) -> None:
+        runtime = self.runtime
+        runtime.enter(Phase.WAIT)
+        (self.place / f"join-{number}-{self.rank}").touch()
+        while any(not (self.place / f"join-{number}-{r}").exists() for r in range(self.world)):
+            self.pause.wait(0.005)
+        runtime.recorder.round = number
+        runtime.enter_round(Go(term=0, round=number, resume=0, folder=""))
+        runtime.recorder.emit(events.RankJoined(pid=os.getpid()))
+        step = int(self.saved.read_text()) if self.saved.exists() else 0
+        if step:
+            runtime.recorder.emit(events.RestoreBegin(tier="storage"), step=step)
+            done = events.RestoreEnd(tier="storage", s=0.0, bytes=1)
+            runtime.recorder.emit(done, step=step)
+        stop = 0
+        while step < self.steps and not 0 < stop <= step:
+            step += 1
+            runtime.begin_step(step)
+            self._faults(step)
+            self.pause.wait(_STEP_S)
+            if (self.place / f"abort-{number}").exists():
+                raise _Leave
+            runtime.end_step(step, 1.0 / step)
+            stop = runtime.board.stop_step
+            if step % _SAVE_EVERY == 0 or 0 < stop <= step:
+                self._save(step)
+        runtime.leave_steps()
+
+    def _save(self, step: int) -> None:
+        if self.rank == 0:
+            (self.place / "saving").write_text(str(step))
+            os.replace(self.place / "saving", self.saved)
+            folder = f"step-{step:08d}"
+            commit = events.CheckpointCommit(folder=folder, bytes=10, save_s=0.01)
+            self.runtime.recorder.emit(commit, step=step)
+
+    def _faults(self, step: int) -> None:
+        for index, fault in enumerate(self.faults):
+            kind, _, place = fault.partition("@")
+            fired = self.place / f"fired-{index}"
+            if place != f"{step}:{self.rank}" or fired.exists():
+                continue
+            if not kind.endswith("!"):
+                fired.touch()
+            told = events.FaultInjected(fault=kind.rstrip("!"), index=index)
+            self.runtime.recorder.emit(told, step=step)
+            self._fire(kind.rstrip("!"))
+
+    def _fire(self, kind: str) -> None:
+        if kind == "exception":
+            raise RuntimeError("a fault")
+        if kind == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "exit":
+            os._exit(7)
+        if kind == "hang":
+            end = threading.Timer(_HANG_S, os.kill, (os.getpid(), signal.SIGKILL))
+            end.daemon = True
+            end.start()
+        if kind in ("hang", "stubborn"):
+            while True:
+                self.pause.wait(60)
+
+    def _report(self, error: Exception) -> None:
+        self.runtime.control.send(
+            Failed(
+                inc=self.runtime.start.inc,
+                round=self.runtime.recorder.round or 0,
+                failure="exception",
+                error=f"RuntimeError: {error}",
+                location="train.py:7",
+                step=self.runtime.step,
+                t=SYSTEM.mono(),
+                stack="Traceback: here\n",
+                fresh=self.attempts == 1,
+            )
+        )
+        sys.stderr.write(f"RuntimeError: {error}\n")
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    print("hello", flush=True)
+    code = FakeRank(sys.argv[1:]).run()
+    print(f"rank ends with {code}", flush=True)
+    os._exit(code)
