@@ -14,6 +14,7 @@ from unittest import mock
 from keepstep.agent import launch as launching
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.nvrx_requirements import Installed
+from keepstep.agent.observe.observer import Observer
 from keepstep.cli import run as commands
 from keepstep.cli.main import main
 
@@ -29,7 +30,7 @@ def _command(spec: Launch, *_: object, python: str, **__: object) -> list[str]:
 
 def run() -> int:
     """The command line of ``keepstep``, with what is installed and started replaced."""
-    observer = functools.partial(launching.Observer, store_host="tests.agent.observe.fake_store")
+    observer = functools.partial(Observer, store_host="tests.agent.observe.fake_store")
     with (
         mock.patch.object(commands, "installed", lambda: _FOUND),
         mock.patch.object(launching, "installed", lambda: _FOUND),

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
-from keepstep import events
+from keepstep import events, linux
 from keepstep.clock import SYSTEM
+from keepstep.config import env
 from keepstep.rank.attached import attach
 from keepstep.rank.bootstrap import _answer_stack_signal
 from keepstep.shm import Phase
@@ -26,6 +29,9 @@ _HANG_S = 1.0
 """How long a hung rank lives before something like NVRx's monitor kills it."""
 
 
+_SLOW_S = 1.2
+
+
 class _Leave(Exception):
     """Another rank has failed."""
 
@@ -35,6 +41,7 @@ class FakeRank:
 
     def __init__(self, arguments: list[str]) -> None:
         self.runtime = attach(arguments)
+        env.update({linux.OWNER: str(os.getpid())})
         self.steps = int(arguments[0])
         self.in_process = "in_process" in arguments
         self.faults = [one for one in arguments[1:] if "@" in one]
@@ -42,7 +49,8 @@ class FakeRank:
         self.place = self.runtime.run_dir / "fake"
         self.place.mkdir(exist_ok=True)
         self.saved = self.place / "saved"
-        self.attempts = 0
+        self.attempts = self.entered = 0
+        self.runtime.sequence_numbers = lambda: {"world": self.entered}
         self.pause = threading.Event()
         _answer_stack_signal(self.runtime)
         self.runtime.start_beating()
@@ -85,13 +93,31 @@ class FakeRank:
             runtime.begin_step(step)
             self._faults(step)
             self.pause.wait(_STEP_S)
-            if (self.place / f"abort-{number}").exists():
-                raise _Leave
+            self._meet(number, step)
             runtime.end_step(step, 1.0 / step)
             stop = runtime.board.stop_step
             if step % _SAVE_EVERY == 0 or 0 < stop <= step:
                 self._save(step)
         runtime.leave_steps()
+
+    def _meet(self, number: int, step: int) -> None:
+        """As a collective: wait for the others, unless one of them has failed."""
+        self.entered += 1
+        (self.place / f"at-{number}-{self.rank}").write_text(f"{step}.")
+        while True:
+            if (self.place / f"abort-{number}").exists():
+                raise _Leave
+            files = [self.place / f"at-{number}-{rank}" for rank in range(self.world)]
+            if all(self._reached(file) >= step for file in files):
+                return
+            self.pause.wait(0.002)
+
+    def _reached(self, file: Path) -> int:
+        try:
+            text = file.read_text()
+        except FileNotFoundError:
+            return 0
+        return int(text[:-1]) if text.endswith(".") else 0
 
     def _save(self, step: int) -> None:
         if self.rank == 0:
@@ -118,7 +144,11 @@ class FakeRank:
             raise RuntimeError("a fault")
         if kind == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if kind == "kill":
+        if kind == "slow":
+            self.pause.wait(_SLOW_S)
+        if kind == "litter":
+            self._litter()
+        if kind in ("kill", "litter"):
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "exit":
             os._exit(7)
@@ -129,6 +159,20 @@ class FakeRank:
         if kind in ("hang", "stubborn"):
             while True:
                 self.pause.wait(60)
+
+    def _litter(self) -> None:
+        """Leave a child behind, and something that has left the session without an exec."""
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                (self.place / "litter").write_text(f"{child.pid} {os.getpid()}\n")
+                while True:
+                    signal.pause()
+            os._exit(0)
+        os.wait()
+        while not (self.place / "litter").exists() or not (self.place / "litter").read_text():
+            self.pause.wait(0.005)
 
     def _report(self, error: Exception) -> None:
         self.runtime.control.send(

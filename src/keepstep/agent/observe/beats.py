@@ -10,9 +10,10 @@ from keepstep.shm import Board, Phase
 
 EVERY_S = 10.0
 """A rank's longest silence is written down so often, and at once when it passes half the limit."""
-EARLY = 0.9
-"""A rank hangs, to the observer, at this part of the launcher's limit: it has to look before the
-launcher ends the rank."""
+_EARLY = 0.9
+_STACK_S = 0.35
+"""A rank hangs, to the observer, a tenth of the launcher's limit before that acts, and by the time
+earlier that a stack needs to be written."""
 _UNLIMITED = (Phase.PARKED, Phase.WAIT)
 _AS_STEP = (Phase.STEP, Phase.SAVE)
 
@@ -35,7 +36,8 @@ def bounds(
 
     A step has the launcher's limit, a little earlier, and nothing is learned. Other phases learn.
     """
-    bound = EARLY * limit_of(phase, limits, in_process=in_process)
+    limit = limit_of(phase, limits, in_process=in_process)
+    bound = max(limit / 2, _EARLY * limit - _STACK_S)
     return (bound if phase in _AS_STEP else min(floor_s, bound), bound)
 
 

@@ -73,9 +73,9 @@ class Rounds:
     def ended(self, who: Occupant, code: int, seen: bool, now: float) -> None:
         """A process ended with ``code`` (-N: by signal N); ``seen``: that is known."""
         member = self._member(who)
-        by_launcher = self._state.over or (
-            member is not None and self._by_launcher(member, code, now)
-        )
+        state = self._state
+        asked = state.over or (bool(state.signal) and not state.adopted)
+        by_launcher = asked or (member is not None and self._by_launcher(member, code, now))
         exited = events.RankExit(
             pid=who.pid,
             incarnation=who.inc,
