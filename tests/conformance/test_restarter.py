@@ -9,6 +9,7 @@ import pytest
 
 from keepstep.testing.conformance import Result, require
 from keepstep.testing.conformance.restarter import Runs, clauses, verify
+from tests.helpers.needs import needs
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,6 +32,8 @@ def results(
 ) -> dict[str, Result]:
     """What became of each clause; a run serves several of them."""
     engine: Engine = request.param
+    if engine.name != "native":
+        needs("nvrx")
     runs = Runs(engine.flags, tmp_path_factory.mktemp(engine.name))
     return {one.name: one for one in verify(runs, engine.differences)}
 

@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.testing.conformance import Result, require
 from keepstep.testing.conformance.shard_writer import Ranks, clauses, verify
-from tests.helpers.needs import missing
+from tests.helpers.needs import missing, needs
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -60,7 +60,7 @@ def results(
     """What became of each clause; the ranks are started once for all of them."""
     engine: Engine = request.param
     if engine.name.startswith("nvrx"):
-        pytest.importorskip("nvidia_resiliency_ext", reason="NVRx is not installed")
+        needs("nvrx")  # a module's fixture is made before the marks of a test are looked at
     folder = tmp_path_factory.mktemp(engine.name)
     place = small_disk / engine.name if small_disk else None
     with Ranks(engine.writer, folder, small_disk=place) as ranks:

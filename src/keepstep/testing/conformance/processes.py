@@ -78,7 +78,7 @@ def wait_until(probe: Callable[[], object], limit_s: float) -> bool:
     return True
 
 
-def tail(path: Path, size: int = 3000) -> str:
+def tail(path: Path, size: int = 8000) -> str:
     """The end of a log, empty if there is none."""
     try:
         return path.read_text(errors="replace")[-size:]

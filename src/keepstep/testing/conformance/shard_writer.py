@@ -27,6 +27,7 @@ AFTER_FAILURE_S = 1.0
 """How long the other ranks may go on after one has failed."""
 GONE_S = 30.0
 """How long an engine's processes may outlive their rank, to finish what they have."""
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore::FutureWarning"}
 _MODULE = "keepstep.testing.conformance.torch_ranks"
 
 
@@ -144,7 +145,7 @@ class Ranks:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=self._mark.environment({"GLOO_SOCKET_IFNAME": "lo"}),
+                    env=self._mark.environment(_ENVIRONMENT),
                 )
             self._ranks.append(_Rank(process, answers, log))
         self._collect("", START_LIMIT_S)

@@ -53,7 +53,7 @@ GONE_S = 10.0
 TRIES = 8
 LARGE = 1 << 19
 """Elements of each tensor of a state whose writing takes a while (32 MiB in all)."""
-_KEPT = 8
+_KEPT = 16
 
 
 class Here:
@@ -348,6 +348,7 @@ def _damage_is_found(here: Here) -> None:
     writer = here.writer()
     folder = here.root / here.must_save(writer, torch_states.plain(1.0), 1)
     found = manifest.decode((folder / layout.MANIFEST).read_bytes())
+    here.barrier()  # every rank has seen that it was good
     [mine] = [name for name, info in found.files.items() if info.rank == here.rank]
     with (folder / mine).open("r+b") as file:
         file.seek(found.files[mine].size // 2)
