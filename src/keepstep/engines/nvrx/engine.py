@@ -8,6 +8,7 @@ from typing import Any
 from keepstep.config import Config
 from keepstep.engines import Engine, Saver
 from keepstep.engines.attached_saver import AttachedSaver
+from keepstep.engines.nvrx.busy_saver import BusySaver
 from keepstep.engines.nvrx.heartbeat import NvrxHeartbeat
 from keepstep.engines.nvrx.progress import AttachedProgress
 from keepstep.engines.nvrx.restarter import NvrxRestarter
@@ -60,11 +61,12 @@ class NvrxEngine(Engine):
         rank is finished first."""
         saver, self._saver = self._saver, None
         if saver is not None:
-            saver.leave(self._config.restart.save_wait_s)
+            with self._heartbeat.busy():
+                saver.leave(self._config.restart.save_wait_s)
         self._saver = AttachedSaver(
             self._runtime, world, self._writer(), extra={"nvrx_heartbeat": self._heartbeat.learned}
         )
-        return self._saver
+        return BusySaver(self._saver, self._heartbeat)
 
     def _writer(self) -> Any:
         parts, kind = self._config.engine.parts, self._config.nvrx.checkpoint

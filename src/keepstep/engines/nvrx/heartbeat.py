@@ -10,6 +10,7 @@ every section of a script is NVRx's section ``section``; inside it heartbeats go
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -96,10 +97,9 @@ class NvrxHeartbeat:
         self._section_until = 0.0
         self._ended = False
         self._client: Any = None
-        self._thread: threading.Thread | None = None
-        if env.read(SOCKET_VARIABLE):
-            self._thread = threading.Thread(target=self._serve, name="keepstep-ft", daemon=True)
-            self._thread.start()
+        self._monitored = bool(env.read(SOCKET_VARIABLE))
+        self._thread = threading.Thread(target=self._serve, name="keepstep-ft", daemon=True)
+        self._thread.start()
 
     # --- the training thread ----------------------------------------------------------------------
 
@@ -119,12 +119,17 @@ class NvrxHeartbeat:
 
     @contextmanager
     def _section(self, name: str) -> Iterator[None]:
-        with self._runtime.section(name):
-            self._enter()
-            try:
-                yield
-            finally:
-                self._leave()
+        with self._runtime.section(name), self.busy():
+            yield
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """What is done inside is no part of a step and may take as long as a section."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
 
     def _enter(self) -> None:
         with self._changed:
@@ -164,9 +169,7 @@ class NvrxHeartbeat:
         with self._changed:
             self._ended = True
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(self._limits.heartbeat)
-            self._thread = None
+        self._thread.join(self._limits.heartbeat)
 
     def _ping(self) -> None:
         call = self._call()
@@ -174,8 +177,6 @@ class NvrxHeartbeat:
             call.ping()
 
     def _wish(self, what: str) -> None:
-        if self._thread is None:
-            return
         with self._changed:
             if what not in self._wishes[-1:]:
                 self._wishes.append(what)
@@ -184,16 +185,25 @@ class NvrxHeartbeat:
     # --- the sending thread -----------------------------------------------------------------------
 
     def _serve(self) -> None:
+        if self._monitored:
+            self._reached(self._connect)
+        while self._turn():
+            pass
+        if self._monitored:
+            with contextlib.suppress(Exception):
+                self._client.shutdown_workload_monitoring()
+
+    def _connect(self) -> None:
+        self._client = library.rank_monitor_client()()
+        self._client.init_workload_monitoring()
+
+    def _reached(self, act: Callable[[], None]) -> None:
+        """Tell NVRx's monitor; if it is lost training goes on without."""
         try:
-            self._client = library.rank_monitor_client()()
-            self._client.init_workload_monitoring()
-            while self._turn():
-                pass
-        except Exception as error:  # noqa: BLE001 - without NVRx's monitor training goes on
+            act()
+        except Exception as error:  # noqa: BLE001 - whatever NVRx raises, it is lost
             sys.stderr.write(f"keepstep: warning: NVRx's rank monitor is lost: {error!r}\n")
-            return
-        with contextlib.suppress(Exception):
-            self._client.shutdown_workload_monitoring()
+            self._monitored = False
 
     def _turn(self) -> bool:
         """Send what is wanted; False when the run is over."""
@@ -204,11 +214,13 @@ class NvrxHeartbeat:
             wishes, self._wishes = self._wishes, []
             inside = SYSTEM.mono() < self._section_until
             ended = self._ended
-        for wish in wishes:
-            self._send(wish)
-        if inside and "beat" not in wishes:
+        if inside:
             self._ping()
-            self._client.send_heartbeat()
+        if inside and "beat" not in wishes:
+            wishes.append("beat")
+        for wish in wishes:
+            if self._monitored:
+                self._reached(functools.partial(self._send, wish))
         return not ended
 
     def _send(self, wish: str) -> None:

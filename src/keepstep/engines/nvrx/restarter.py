@@ -19,6 +19,8 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar, cast
 
+import torch
+
 from keepstep.engines.nvrx import library
 from keepstep.engines.nvrx.meeting import OutsideStore
 from keepstep.engines.nvrx.rounds import Rounds
@@ -168,7 +170,7 @@ class NvrxRestarter:
 
             return type(f"Keepstep{base.__name__}", (base,), {"__call__": call})()
 
-        return names.Wrapper(
+        wrapper = names.Wrapper(
             store_factory=OutsideStore.of(names.StoreMixin),
             store_kwargs=self._rounds.turn.store_arguments(),
             initialize=hook(names.Initialize, lambda state: self._whole(state.world_size)),
@@ -191,6 +193,11 @@ class NvrxRestarter:
             last_call_wait=seconds(limits.last_call_wait),
             termination_grace_time=seconds(limits.termination_grace),
         )
+        if not torch.cuda.is_available():
+            # From 0.5 on NVRx adds GPU checks of its own after a fault; without NVML they call
+            # every rank unhealthy, and none would ever restart.
+            wrapper.restart_health_check = wrapper.health_check
+        return wrapper
 
 
 def _awake(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,38 @@
+"""Saving and loading under NVRx's limits: neither is a step, both may take long. In the rank."""
+
+from __future__ import annotations
+
+from keepstep.engines.attached_saver import AttachedSaver
+from keepstep.engines.nvrx.heartbeat import NvrxHeartbeat
+from keepstep.ports import PendingWrite
+
+
+class BusySaver:
+    """Implements ``engines.Saver``; shows NVRx that the rank lives while another saver works.
+
+    Args:
+        saver: Does the work. heartbeat: the rank's.
+    """
+
+    def __init__(self, saver: AttachedSaver, heartbeat: NvrxHeartbeat) -> None:
+        self._saver = saver
+        self._heartbeat = heartbeat
+
+    def save(self, state: dict[str, object], step: int) -> PendingWrite:
+        """Copy ``state`` and write it in the background."""
+        with self._heartbeat.busy():
+            return self._saver.save(state, step)
+
+    def load(self, state: dict[str, object]) -> int:
+        """Fill ``state`` in place; returns the step it belongs to."""
+        with self._heartbeat.busy():
+            return self._saver.load(state)
+
+    def poll(self) -> None:
+        """A step was completed."""
+        self._saver.poll()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the saves begun."""
+        with self._heartbeat.busy():
+            self._saver.finish(timeout_s)
