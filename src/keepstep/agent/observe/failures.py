@@ -10,7 +10,7 @@ from typing import Protocol
 
 from keepstep import events, policy
 from keepstep.agent.observe.episode import Episode
-from keepstep.agent.observe.state import State, cause_event
+from keepstep.agent.observe.state import Hang, State, cause_event
 from keepstep.errors import ExitCode
 from keepstep.wire.messages import Stalled
 
@@ -38,11 +38,13 @@ class Failures:
 
     Args:
         state: What is known of the run. emit: writes an event.
+        hard_s: How long after it has acted on a hang the launcher may end the rank.
     """
 
-    def __init__(self, state: State, emit: Emit) -> None:
+    def __init__(self, state: State, emit: Emit, *, hard_s: float) -> None:
         self._state = state
         self._emit = emit
+        self._hard_s = hard_s
         self._history: list[policy.Record] = []
         self.episode: Episode | None = None
         """The failure that the next round is to answer; None while all is well."""
@@ -104,8 +106,11 @@ class Failures:
             )
             self._emit(hung, rank=seen.rank, step=seen.step)
         state.say("fail", verdict.reason)
-        worst = max(current, key=lambda seen: seen.idle_s)
-        for seen in guilty or [worst]:
+        # Where nobody is blamed, the ranks that stand still are like ones whose collective timed
+        # out: since when each does, and what it has entered, may tell whom they wait for.
+        longest = max(seen.idle_s for seen in current)
+        still = [seen for seen in current if seen.idle_s > longest / 2]
+        for seen in guilty or still:
             report = policy.Report(
                 rank=seen.rank,
                 t=now - seen.idle_s,
@@ -116,25 +121,30 @@ class Failures:
                 seqs=seen.seqs,
             )
             member = state.members[seen.rank]
-            member.hang = report, seen.stack, member.who.progress
+            member.hang = Hang(report, seen.stack, member.who.progress, member.who.round)
 
     def acted(self, now: float) -> None:
         """The launcher or a rank does something: hangs that lasted until now are failures."""
         for member in list(self._state.members.values()):
-            if member.hang is not None and member.hangs:
-                report, stack, _ = member.hang
-                self.add(report, stack, now)
+            hang = member.hang
+            if hang is not None and not member.went_on:
+                self.add(hang.report, hang.stack, now)
 
     # --- deciding ---------------------------------------------------------------------------------
 
     def progress(self, now: float) -> None:
         """Look whether something can be said; call after every change and now and then."""
+        for member in self._state.members.values():
+            if member.went_on:
+                member.hang = None
         episode = self.episode
         if episode is not None and not self._state.over:
             self._settle(episode, now)
         if episode is not None and not self._state.over:
-            late = now - episode.first_t >= self._state.config.restart.settle_s + _LEVEL_S
-            self._tell_cause(episode, late=late)
+            limit_s = self._state.config.restart.settle_s + _LEVEL_S
+            if episode.found is not None and episode.found.cause == "hang":
+                limit_s += self._hard_s
+            self._tell_cause(episode, late=now - episode.first_t >= limit_s)
 
     def close(self) -> None:
         """The launcher has gone on: whatever is not decided yet is decided now."""
@@ -171,8 +181,8 @@ class Failures:
         if not state.in_process:
             why = "nothing restarts inside the processes: the launcher replaces all of them"
             self._restart(episode, found, "respawn", why)
-        elif changed or found.dead:
-            gone = found.dead or ([found.guilty] if found.guilty in changed else changed)
+        elif changed:
+            gone = [found.guilty] if found.guilty in changed else changed
             name = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))}"
             why = f"{name} cannot go on in the same process: the launcher replaces all processes"
             self._restart(episode, found, "respawn", why)

@@ -86,7 +86,10 @@ class Observer:
         self._beats = Beats(limits, in_process=in_process)
         self._state = State(world=spec.nproc, config=spec.config, decides=node == 0)
         self._rounds = Rounds(
-            self._state, self.recorder.emit, kill_after_s=limits.termination_grace
+            self._state,
+            self.recorder.emit,
+            kill_after_s=limits.termination_grace,
+            hard_s=limits.hard - limits.soft + limits.termination_grace,
         )
         self._boards = Boards(spec.nproc)
         try:

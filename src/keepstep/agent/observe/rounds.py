@@ -28,13 +28,16 @@ class Rounds:
     Args:
         state: What is known of the run. emit: writes an event.
         kill_after_s: How long the launcher waits from SIGTERM to SIGKILL.
+        hard_s: How long after it has acted on a hang it may end the rank.
     """
 
-    def __init__(self, state: State, emit: Emit, *, kill_after_s: float) -> None:
+    def __init__(
+        self, state: State, emit: Emit, *, kill_after_s: float, hard_s: float = 0.0
+    ) -> None:
         self._state = state
         self._emit = emit
         self._kill_after_s = kill_after_s
-        self.failures = Failures(state, emit)
+        self.failures = Failures(state, emit, hard_s=hard_s)
         self._begun = 0
         self._resume = 0
         self._first_steps_due = False
@@ -106,7 +109,7 @@ class Rounds:
         """Whether the launcher ended a process: because it hangs, or because another has failed."""
         if code >= 0:
             return False
-        if member.hangs:
+        if member.hang is not None and not member.went_on:
             return True
         episode = self.failures.episode
         if episode is None or episode.pids.get(member.who.rank) != member.who.pid:

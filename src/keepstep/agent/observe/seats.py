@@ -24,7 +24,7 @@ from keepstep.agent.tail import Tails
 from keepstep.clock import SYSTEM
 from keepstep.events import Event
 from keepstep.faults import cgroup
-from keepstep.shm import Board
+from keepstep.shm import Board, Phase
 from keepstep.wire.types import ATTACH_VARIABLE, log_file
 
 _STRAYS_S = 1.0
@@ -56,7 +56,9 @@ class Occupant:
     seq: int = 0
     step: int = 0
     progress: float = 0.0
-    """The step, and the time of the last progress, that its board showed last."""
+    phase: Phase = Phase.PARKED
+    round: int = 0
+    """What its board showed last: step, time of the last progress, phase and round."""
 
 
 class Started(NamedTuple):
@@ -174,7 +176,7 @@ class Seats:
             if not who.exited and key != seat.key and key[0]:
                 who.exited, who.code = True, linux.exit_code(who.pid)
             if key == seat.key and not who.gone_at:
-                who.step, who.progress = seat.board.step, seat.board.last_progress
+                _note(who)
             if who.exited and not who.gone_at:
                 yield from self._ended(who, now)
         if key != seat.key and key[0]:
@@ -314,6 +316,12 @@ class Seats:
         for seat in self._seats:
             if seat.who is not None:
                 self._drop_pidfd(seat.who)
+
+
+def _note(who: Occupant) -> None:
+    board = who.board
+    who.step, who.progress = board.step, board.last_progress
+    who.phase, who.round = board.phase, board.round
 
 
 def _first_of_next(told: list[tuple[bytes, Event | None]], seq: int) -> int:

@@ -11,6 +11,19 @@ from keepstep.shm import Phase
 from keepstep.wire.messages import JobEnd, Notice
 
 
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A rank made no progress for nearly as long as the launcher allows.
+
+    ``progress`` and ``round`` are what its board showed then.
+    """
+
+    report: policy.Report
+    stack: str
+    progress: float
+    round: int
+
+
 @dataclass(slots=True)
 class Member:
     """The newest process of a rank."""
@@ -23,13 +36,17 @@ class Member:
     stepped: bool = False
     told: bool = False
     """It has reported an exception of its own."""
-    hang: tuple[policy.Report, str, float] | None = None
-    """It hangs: the report, its stack, and its progress mark at that time."""
+    hang: Hang | None = None
 
     @property
-    def hangs(self) -> bool:
-        """Whether it was found to hang and has made no progress since."""
-        return self.hang is not None and self.hang[2] == self.who.progress
+    def went_on(self) -> bool:
+        """Whether it was found to hang and has made progress since by itself.
+
+        That it has left its round is none: then the launcher, or another rank, has freed it.
+        """
+        who, hang = self.who, self.hang
+        freed = who.phase in (Phase.WAIT, Phase.PARKED) or (hang and hang.round != who.round)
+        return hang is not None and not freed and who.progress != hang.progress
 
 
 @dataclass(slots=True)
