@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep import events
-from keepstep.clock import SYSTEM
 from keepstep.engines.nvrx.meeting import Turn, meeting
 from keepstep.errors import UsageError
 from keepstep.rank.failure import describe
 from keepstep.rank.restart import Groups, RunStopped
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Phase
-from keepstep.wire.messages import Failed, Go
+from keepstep.wire.messages import Go
 from keepstep.wire.types import World
 
 T = TypeVar("T")
@@ -90,20 +89,18 @@ class Rounds:
     def _report(self, error: Exception) -> None:
         runtime = self._runtime
         about = describe(error)
-        runtime.control.send(
-            Failed(
-                inc=runtime.start.inc,
-                round=runtime.recorder.round or 0,
+        # An event, which the watching process reads: keepstep's own launcher would act on a message.
+        runtime.recorder.emit(
+            events.RankFailed(
                 failure=about.failure,
                 error=about.error,
                 location=about.location,
-                step=runtime.step,
-                t=SYSTEM.mono(),
                 stack=about.stack,
                 fatal=about.fatal,
                 fresh=self.attempts == 1,
                 seqs=self.groups.sequence_numbers(),
-            )
+            ),
+            step=runtime.step,
         )
         sys.stderr.write(about.shown)
         sys.stderr.flush()
