@@ -20,6 +20,7 @@ from keepstep.clock import SYSTEM
 from keepstep.config import env
 
 POLL_S = 0.01
+TRACKER_S = 5.0
 _MARK = "KEEPSTEP_SUITE_MARK"
 
 
@@ -45,12 +46,29 @@ class Mark:
         return [pid for pid in found if lives(pid)]
 
     def kill(self) -> None:
-        """End them all, also those that are started meanwhile."""
-        while pids := self.pids():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            living(pids, 10.0)
+        """End them all, also those that are started meanwhile.
+
+        Python's resource trackers come last: when nobody uses them they remove what killed
+        processes have left in shared memory, and end by themselves.
+        """
+        while pids := [pid for pid in self.pids() if not is_tracker(pid)]:
+            _kill(pids)
+        _kill(living(self.pids(), TRACKER_S))
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    living(pids, 10.0)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether it is Python's own keeper of shared memory and semaphores."""
+    try:
+        return "resource_tracker" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
 
 
 def lives(pid: int) -> bool:

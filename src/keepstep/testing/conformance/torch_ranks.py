@@ -38,7 +38,7 @@ from keepstep.errors import (
 from keepstep.ports import PendingWrite, ShardWriter
 from keepstep.rank.checkpointer import Place, WriterFactory, native_writer
 from keepstep.testing.conformance import torch_states
-from keepstep.testing.conformance.processes import living, wait_until
+from keepstep.testing.conformance.processes import is_tracker, living, wait_until
 from keepstep.testing.conformance.shard_writer import Answer, Command
 from keepstep.wire.types import Version
 
@@ -126,13 +126,9 @@ class Here:
 
 
 def _children() -> list[int]:
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            # Python's own bookkeeping for shared memory; it ends with its process.
-            if "resource_tracker" not in " ".join(child.cmdline()):
-                found.append(child.pid)
-    return found
+    # Python's trackers are not the engine's; they end with the last process that uses them.
+    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    return [pid for pid in pids if not is_tracker(pid)]
 
 
 # --- clauses --------------------------------------------------------------------------------------
