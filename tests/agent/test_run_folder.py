@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import socket
 from pathlib import Path
 
 import pytest
 
+from keepstep.agent.environment import node_suffix
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.run_folder import RunFolder
 from keepstep.config import Config
@@ -47,3 +50,14 @@ def test_a_second_agent_is_refused_until_the_first_has_ended(tmp_path: Path) -> 
             RunFolder(spec)
         assert str(tmp_path / "run") in str(caught.value)
     RunFolder(spec).close()
+
+
+def test_each_node_of_several_has_files_of_its_own(tmp_path: Path) -> None:
+    first = dataclasses.replace(_launch(tmp_path / "run"), nnodes=2, node_rank=0)
+    second = dataclasses.replace(first, node_rank=1)
+    with contextlib.closing(RunFolder(first)):
+        RunFolder(second).close()
+        with pytest.raises(UsageError, match="another keepstep run"):
+            RunFolder(first)
+    assert (tmp_path / "run" / "lock-1").exists()
+    assert node_suffix(dataclasses.replace(first, node_rank=None)) == f"-{socket.gethostname()}"

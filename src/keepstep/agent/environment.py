@@ -83,3 +83,10 @@ def importable(environ: dict[str, str]) -> dict[str, str]:
     known = environ.get("PYTHONPATH", "")
     parts = [here, *[part for part in known.split(":") if part and part != here]]
     return {**environ, "PYTHONPATH": ":".join(parts)}
+
+
+def node_suffix(spec: Launch) -> str:
+    """What is added to the names of this node's files: several nodes share the run folder."""
+    if spec.nnodes == 1:
+        return ""
+    return f"-{socket.gethostname() if spec.node_rank is None else spec.node_rank}"

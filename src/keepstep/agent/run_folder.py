@@ -1,10 +1,11 @@
-"""The run folder: one agent at a time."""
+"""The run folder: one agent of each node at a time."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 
+from keepstep.agent.environment import node_suffix
 from keepstep.agent.launch_spec import Launch
 from keepstep.errors import UsageError
 
@@ -20,7 +21,9 @@ class RunFolder:
         self.path = spec.run_dir
         for name in ("events", "stacks", "faults", "terms"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = os.open(
+            self.path / f"lock{node_suffix(spec)}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

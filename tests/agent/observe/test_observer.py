@@ -135,6 +135,7 @@ def test_what_a_dead_rank_left_behind_is_ended(tmp_path: Path) -> None:
         litter = [int(pid) for pid in (job.run_dir / "fake" / "litter").read_text().split()]
         assert len(litter) == 2
         wait_until(lambda: not any(map(lives, litter)), "the litter is gone")
+        job.until(lambda: len(job.events("rank.start")) == 4, "both new processes are known")
         assert all(map(lives, job.rank_pids()))
         job.signal(signal.SIGTERM)
         assert job.wait() == 75

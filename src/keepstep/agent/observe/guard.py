@@ -15,6 +15,8 @@ import selectors
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from keepstep import linux
 
@@ -31,14 +33,21 @@ def main() -> None:
     options = parser.parse_args()
     linux.become_subreaper()
     with socket.socket(fileno=options.fd) as sock:
-        code = _launcher(options.command, sock)
+        family: set[int] = set()
+        code = _launcher(options.command, sock, family)
+        family |= linux.children()
         linux.end_children(keep=(), limit_s=_LIMIT_S)
+        _remove_sockets(family)
         with contextlib.suppress(OSError):
             sock.send(str(code).encode())
 
 
-def _launcher(command: list[str], sock: socket.socket) -> int:
-    """Run the launcher to its end, or to that of ``keepstep run``; returns its exit code."""
+def _launcher(command: list[str], sock: socket.socket, family: set[int]) -> int:
+    """Run the launcher to its end, or to that of ``keepstep run``; returns its exit code.
+
+    Args:
+        family: Gets the launcher's process, and its children's where it has to be killed.
+    """
     me = os.getpid()
     try:
         process = subprocess.Popen(
@@ -51,6 +60,7 @@ def _launcher(command: list[str], sock: socket.socket) -> int:
     except OSError as error:
         sys.stderr.write(f"keepstep: {command[0]} cannot be started: {error}\n")
         return NO_PROGRAM
+    family.add(process.pid)
     ended = os.pidfd_open(process.pid)
     with selectors.DefaultSelector() as selector:
         selector.register(ended, selectors.EVENT_READ)
@@ -58,10 +68,20 @@ def _launcher(command: list[str], sock: socket.socket) -> int:
         while process.poll() is None:
             ready = {key.fileobj for key, _ in selector.select()}
             if sock in ready and not _pass_on(sock, process):
+                table = linux.parents()
+                family |= {pid for pid, (parent, _) in table.items() if parent == process.pid}
                 linux.kill_tree(process.pid)
                 selector.unregister(sock)
     os.close(ended)
     return process.returncode
+
+
+def _remove_sockets(family: set[int]) -> None:
+    """Remove the sockets of NVRx's launcher and monitors that could not do it themselves."""
+    for pid in family:
+        for path in Path(tempfile.gettempdir()).glob(f"_ft_launcher{pid}[._]*"):
+            if path.is_socket():
+                path.unlink(missing_ok=True)
 
 
 def _pass_on(sock: socket.socket, process: subprocess.Popen[bytes]) -> bool:

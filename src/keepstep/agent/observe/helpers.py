@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from keepstep import linux, shm
-from keepstep.agent.environment import importable
+from keepstep.agent.environment import importable, node_suffix
 from keepstep.agent.launch_spec import Launch
-from keepstep.agent.observe.launcher_log import NAME
+from keepstep.agent.observe.launcher_log import launcher_log
 from keepstep.config.load import encode
 from keepstep.errors import UsageError
 from keepstep.wire.messages import Attach
@@ -96,7 +96,8 @@ class Helpers:
     ) -> None:
         linux.become_subreaper()
         self._not_ours = linux.children()
-        self.log = spec.log_dir / NAME
+        self.log = launcher_log(spec)
+        self.store_log = spec.log_dir / f"store{node_suffix(spec)}.log"
         environ = importable(environ)
         self._store: subprocess.Popen[bytes] | None = None
         host, port = store_address(spec)
@@ -104,8 +105,7 @@ class Helpers:
             with _listen(spec) as sock:
                 port = int(sock.getsockname()[1])
                 arguments = ["--fd", str(sock.fileno()), "--parent", str(os.getpid())]
-                log = spec.log_dir / "store.log"
-                self._store = _start([store_host, *arguments], environ, log, sock)
+                self._store = _start([store_host, *arguments], environ, self.store_log, sock)
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.attach = _attach(spec, boards, shown)
         environ = environ | {ATTACH_VARIABLE: self.attach}

@@ -10,12 +10,19 @@ from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
-NAME = "launcher.log"
+from keepstep.agent.environment import node_suffix
+from keepstep.agent.launch_spec import Launch
+
 SHOWN = 40
 """How many of its last lines are shown when it fails without an explanation."""
 _CHUNK = 1 << 16
 _ENDED = re.compile(rb"\(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 _UNHEALTHY = b"UnhealthyNodeException"
+
+
+def launcher_log(spec: Launch) -> Path:
+    """Where the output of this node's launcher goes."""
+    return spec.log_dir / f"launcher{node_suffix(spec)}.log"
 
 
 class LauncherLog:

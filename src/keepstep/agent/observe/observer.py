@@ -19,7 +19,7 @@ from keepstep.agent.health_watch import HealthWatch
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.observe.beats import Beats, bounds
 from keepstep.agent.observe.helpers import STORE_HOST, Boards, Helpers
-from keepstep.agent.observe.launcher_log import NAME, LauncherLog
+from keepstep.agent.observe.launcher_log import LauncherLog, launcher_log
 from keepstep.agent.observe.rounds import Rounds
 from keepstep.agent.observe.seats import Ended, Gone, Occupant, Seats, Seen, Started, Told
 from keepstep.agent.observe.state import State
@@ -66,7 +66,7 @@ class Observer:
     ) -> None:
         self._spec = spec
         self._console = console
-        node = spec.node_rank or 0
+        node, in_process = spec.node_rank or 0, spec.config.engine.parts.restart == "nvrx"
         name = f"agent-{node}-{int(SYSTEM.wall())}-{os.getpid()}.jsonl"
         self._files = EventFiles(spec.run_dir / "events", name)
         self.recorder = events.Recorder(
@@ -74,9 +74,8 @@ class Observer:
         )
         self._waiter = Waiter()
         self._tails = Tails(console.show)
-        self._log = LauncherLog(spec.log_dir / NAME)
+        self._log = LauncherLog(launcher_log(spec))
         self._health = HealthWatch(checks, self._waiter.wake)
-        in_process = spec.config.engine.parts.restart == "nvrx"
         floor = spec.config.heartbeat.min_limit_s
         self._watch = HangWatch[Occupant](
             lambda phase: bounds(phase, limits, in_process=in_process, floor_s=floor),
@@ -225,9 +224,8 @@ class Observer:
     def _watch_helpers(self) -> None:
         lost = self._helpers.store_lost
         if lost:
-            log = self._spec.log_dir / "store.log"
-            text = f"the process that hosts the store {lost} before the job was over; see {log}"
-            self._finish(ExitCode.INTERNAL, text)
+            text = f"the process that hosts the store {lost} before the job was over"
+            self._finish(ExitCode.INTERNAL, f"{text}; see {self._helpers.store_log}")
 
     def _say(self) -> None:
         for one in self._rounds.take():

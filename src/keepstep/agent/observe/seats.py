@@ -156,7 +156,7 @@ class Seats:
         """Everything that happened since the last call, in the order in which it happened."""
         found: list[tuple[float, Seen]] = []
         for seat in self._seats:
-            found += self._look(seat, now)
+            found += _in_order(list(self._look(seat, now)))
         found += self._sure(now)
         found.sort(key=lambda one: one[0])
         self._follow_logs()
@@ -316,6 +316,15 @@ class Seats:
         for seat in self._seats:
             if seat.who is not None:
                 self._drop_pidfd(seat.who)
+
+
+def _in_order(seen: list[tuple[float, Seen]]) -> list[tuple[float, Seen]]:
+    """What happened at one seat, with times that keep its order: an end is seen late."""
+    latest = float("inf")
+    for at, (t, one) in reversed(list(enumerate(seen))):
+        latest = min(t, latest)
+        seen[at] = latest, one
+    return seen
 
 
 def _note(who: Occupant) -> None:
