@@ -105,7 +105,7 @@ def end_owned(pid: int) -> None:
 
 def end_older(variables: Mapping[str, str], uptime_s: float) -> None:
     """SIGKILL processes that were started with ``variables`` before ``uptime_s``, with their
-    descendants.
+    descendants, but for resource trackers.
 
     This also finds what was forked off and left its session: such a process shows the environment
     that the program it was forked from was started with.
@@ -113,7 +113,7 @@ def end_older(variables: Mapping[str, str], uptime_s: float) -> None:
     table = parents()
     wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     found = {pid for pid in table if wanted <= _environ(pid) and _started(pid) < uptime_s}
-    _kill(found - {os.getpid()}, table)
+    _kill({pid for pid in found if not is_tracker(pid)} - {os.getpid()}, table)
 
 
 def uptime() -> float:

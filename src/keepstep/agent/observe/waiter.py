@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 from collections.abc import Callable
@@ -25,10 +26,9 @@ class Waiter:
 
     def wake(self) -> None:
         """Let ``turn`` return soon; any thread, and signal handlers."""
-        try:
-            os.write(self._wake_write, b"x")
-        except BlockingIOError:
-            return  # enough wake-ups wait already
+        with contextlib.suppress(BlockingIOError):  # enough wake-ups wait already
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"x")
 
     def _woken(self) -> None:
         os.read(self._wake_read, 4096)
@@ -39,7 +39,9 @@ class Waiter:
             key.data()
 
     def close(self) -> None:
-        """Release the selector and the pipe; the descriptors stay open."""
+        """Release the selector and the pipe; the descriptors stay open. A signal that comes after
+        this wakes nobody."""
+        wake_write, self._wake_write = self._wake_write, -1
         self._selector.close()
         os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(wake_write)
