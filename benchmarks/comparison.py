@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import shlex
-import shutil
 import sys
 import tempfile
 from collections import defaultdict
@@ -37,10 +36,19 @@ Key = tuple[str, str]
 
 
 class Comparison:
-    """All runs of one call of the benchmark. ``cells`` by fault and system."""
+    """All runs of one call of the benchmark: ``cells`` by fault and system.
 
-    def __init__(self, args: argparse.Namespace, systems: Sequence[System], folder: Path) -> None:
-        self.args, self.systems, self.folder = args, systems, folder
+    Args:
+        args: As parsed.
+        systems: In the order of the tables.
+        folder: Gets a folder for each run.
+        scratch: Where jobs leave what they do not clean up, as sockets; its path is short.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, systems: Sequence[System], folder: Path, scratch: Path
+    ) -> None:
+        self.args, self.systems, self.folder, self.scratch = args, systems, folder, scratch
         self.cells: dict[Key, list[Outcome]] = defaultdict(list)
         self.expected: str | None = None
         self.steps: dict[str, list[float]] = {}
@@ -94,8 +102,7 @@ class Comparison:
             fired=folder / system.fired,
             until=outcomes.DIGEST,
             limit_s=self.args.limit_s,
-            # Short, as names of sockets have to be; what is left there goes with the folder.
-            environ={"TMPDIR": str(self.folder)},
+            environ={"TMPDIR": str(self.scratch)},
         )
         (folder / "output.txt").write_text("\n".join(line for _, line in watched.lines), "utf-8")
         marks = system.marks(folder, watched)
@@ -164,15 +171,27 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeat", type=int, default=3, metavar="N", help="runs of each system with each fault")
     add("--systems", nargs="+", choices=BY_NAME, default=list(DEFAULT), metavar="NAME")
     add("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME")
-    add("--limit-s", type=float, default=45.0, help="seconds from the fault until a job ends")
+    add("--limit-s", type=float, default=30.0, help="seconds from the fault until a job ends")
     add("--hang-limit-s", type=float, default=3.0, help="keepstep's heartbeat.min_limit_s")
     add("--group-timeout-s", type=float, default=10.0, help="gloo's time-out in other systems")
     add("--patient", action="store_true", help="repeat also what ran into the limit once")
     add("--write", type=Path, metavar="PAGE", help="put the tables into this Markdown page")
     add("--json", type=Path, metavar="FILE", help="write every run to this file")
-    add("--keep", type=Path, metavar="FOLDER", help="keep all output and records there")
+    add("--keep", type=Path, metavar="FOLDER", help="new folder for all output and records")
     add("--quiet-s", type=float, default=0.0, help="wait at most so long for a quiet machine")
     return parser.parse_args(words)
+
+
+def shown(words: Sequence[str]) -> str:
+    """The command as it stands in the page: all but where copies of the results go."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        copies = word.partition("=")[0] in ("--json", "--keep")
+        if not (skip or copies):
+            kept.append(word)
+        skip = copies and "=" not in word
+    return shlex.join(["python", "-m", "benchmarks.comparison", *kept])
 
 
 def main() -> None:
@@ -184,15 +203,12 @@ def main() -> None:
     systems = [system for system in systems if not system.missing]
     harness.wait_for_quiet(args.quiet_s)
     about = harness.machine()
-    folder = Path(tempfile.mkdtemp(prefix="keepstep-comparison-"))
-    try:
-        done = Comparison(args, systems, folder)
+    if args.keep:
+        args.keep.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="keepstep-comparison-") as name:
+        done = Comparison(args, systems, args.keep or Path(name), Path(name))
         done.measure()
-        if args.keep:
-            shutil.copytree(folder, args.keep, dirs_exist_ok=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    command = shlex.join(["python", "-m", "benchmarks.comparison", *sys.argv[1:]])
+    command = shown(sys.argv[1:])
     generated = page.tables(about, command, done.settings(), done.tables())
     if args.json:
         document = {"v": 1, "benchmark": "comparison", "machine": about, "command": command}

@@ -24,7 +24,7 @@ class Counted(Comparison):
 
     def __init__(self, words: list[str], late: str = "") -> None:
         args = parse_arguments(words)
-        super().__init__(args, [BY_NAME[name] for name in args.systems], Path("nowhere"))
+        super().__init__(args, [BY_NAME[name] for name in args.systems], Path("."), Path("."))
         self.asked: list[tuple[str, str]] = []
         self._late = late
 
@@ -109,3 +109,8 @@ def test_tables_have_a_row_for_every_system_in_order() -> None:
         assert {cell.row()[-1] for cell in cells} == {"yes"}
     assert [row[2] for row in done.settings()] == ["0.500"] * len(DEFAULT)
     assert len(done.plain()) == len(DEFAULT) * len(FAULTS)
+
+
+def test_the_page_shows_the_command_without_the_places_of_copies() -> None:
+    words = ["--json", "a.json", "--repeat", "5", "--keep=folder", "--faults", "hang"]
+    assert comparison.shown(words) == "python -m benchmarks.comparison --repeat 5 --faults hang"
