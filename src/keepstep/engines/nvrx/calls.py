@@ -17,6 +17,7 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 from keepstep.engines.nvrx.library import Checkpointing
+from keepstep.engines.nvrx.staging import ignore_job_signals
 from keepstep.errors import SaveFailed
 from keepstep.linux import die_with_parent
 
@@ -34,8 +35,7 @@ class ArmedRank(int):
 def _arm(rank: int, owner: int) -> int:
     """Unpickled in the worker, before it takes any work."""
     if os.getpid() != owner:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the job's signals must not end a save
+        ignore_job_signals()
         die_with_parent(owner)
     return rank
 
@@ -83,7 +83,9 @@ class Calls:
             yield self._queue
         if self._killed:  # perhaps before there was a process to kill
             self.close()
-            raise SaveFailed("the save was dropped: its writer is being closed")
+            raise SaveFailed(
+                "the save was dropped: its writer is being closed", where=f"rank {self._rank}"
+            )
 
     def _open(self) -> None:
         known = inspect.signature(self._nvrx.AsyncCallsQueue.__init__).parameters

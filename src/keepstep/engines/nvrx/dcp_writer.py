@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import inspect
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from keepstep.checkpoint import layout, manifest, torch_files
 from keepstep.checkpoint.manifest import Layout
 from keepstep.checkpoint.shard_file import TensorSpec
 from keepstep.checkpoint.torch_state import TORCH_DTYPES
-from keepstep.engines.nvrx import library
 from keepstep.engines.nvrx.calls import Calls
 from keepstep.engines.nvrx.library import Checkpointing
 from keepstep.engines.nvrx.staging import Parcel, Staged
@@ -73,7 +72,8 @@ class DcpWriting:
         """Have NVRx's worker write ``staged``."""
         writer = self._nvrx.FileSystemWriterAsync(folder)
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-        arguments = (transforms, staged.parcel, str(folder / self.file), self.file)
+        write = self._nvrx.FileSystemWriterAsync.write_preloaded_data
+        arguments = (write, transforms, staged.parcel, str(folder / self.file), self.file)
         request = self._nvrx.AsyncRequest(_write_items, arguments, [], {})
         with self.calls.sending() as calls:
             calls.schedule_async_request(request)
@@ -127,10 +127,11 @@ class DcpWriting:
         return [METADATA]
 
 
-def _write_items(transforms: list[Any], parcel: Parcel, path: str, key: str) -> None:
-    """Write the file in NVRx's worker, by NVRx's function for one file."""
+def _write_items(
+    write: Callable[..., object], transforms: list[Any], parcel: Parcel, path: str, key: str
+) -> None:
+    """In NVRx's worker: write the file by ``write``, NVRx's function for one file."""
     opened = parcel.open()
-    write = library.checkpointing().FileSystemWriterAsync.write_preloaded_data
     # 0.4.1 opens files itself, later releases are told how.
     opener = (open,) if "open_file" in inspect.signature(write).parameters else ()
     items = [(_item(name, tensor), tensor) for name, tensor in opened.tensors.items()]

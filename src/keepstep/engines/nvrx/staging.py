@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import signal
 import struct
 from dataclasses import dataclass
 
@@ -49,12 +50,24 @@ class Parcel:
     table: tuple[int, int]
 
     def open(self) -> Opened:
-        """Map the memory in this process.
+        """Map the memory in this process. In a worker, later signals for the job are ignored.
 
         Raises:
             OSError: the owner ended or has given the memory up.
         """
+        if os.getpid() != self.pid:
+            ignore_job_signals()
         return Opened(self)
+
+
+def ignore_job_signals() -> None:
+    """Let no signal that is meant for the job end a save. In NVRx's worker, in its main thread.
+
+    NVRx 0.6 and later set a handler for SIGTERM when the worker starts, so it takes this again with
+    each save.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Opened:

@@ -17,7 +17,7 @@ from keepstep.checkpoint.manifest import Layout
 from keepstep.checkpoint.shard_file import TensorSpec
 from keepstep.engines.nvrx.calls import Calls
 from keepstep.engines.nvrx.library import Checkpointing
-from keepstep.engines.nvrx.staging import Opened, Parcel, Staged
+from keepstep.engines.nvrx.staging import Parcel, Staged
 from keepstep.errors import CheckpointCorrupt
 from keepstep.wire.types import Version
 
@@ -45,7 +45,7 @@ class Sink:
     def __init__(self, path: Path, parcel: Parcel) -> None:
         self._path, self._parcel = path, parcel
         self._fd = -1
-        self._opened: Opened | None = None
+        self._told = False
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of ``data``."""
@@ -59,9 +59,9 @@ class Sink:
                     done += os.write(self._fd, view[done:])
                 return done
         except OSError as error:
-            if self._opened is None:  # the first error is the cause
-                self._opened = self._parcel.open()
-                self._opened.put_error(error)
+            if not self._told:  # torch writes once more, and fails with words that say nothing
+                self._told = True
+                self._parcel.open().put_error(error)
             raise
 
     def flush(self) -> None:
