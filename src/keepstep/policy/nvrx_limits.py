@@ -77,7 +77,7 @@ def nvrx_limits(config: Config) -> NvrxLimits:
         monitor_process_interval=min(_FASTEST_S, soft / 10),
         progress_watchdog_interval=min(_SLOWEST_S, soft / 10),
         # Nothing waits for it: keepstep names the cause from the ranks' own events.
-        last_call_wait=min(_FASTEST_S, restart.settle_s),
+        last_call_wait=0.0,
         termination_grace=restart.abort_limit_s,
         ft_initial=config.heartbeat.start_limit_s,
         ft_heartbeat=backstop if in_process else soft,

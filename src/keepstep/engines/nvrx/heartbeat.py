@@ -1,8 +1,9 @@
 """Heartbeats and sections by NVRx: ``RankMonitorClient`` and the Wrapper's progress. In the rank.
 
-The training thread only notes what it does; a thread of its own talks to NVRx's rank monitor, so a
-monitor that is frozen or gone holds up nobody. What the training thread does not note is not sent:
-a hung rank falls silent. NVRx wants to know the names of all sections when the launcher starts, so
+The training thread only notes what it does, here or on its board; a thread of its own talks to
+NVRx's rank monitor, so a monitor that is frozen or gone holds up nobody. What the training thread
+does not note is not sent: a hung rank falls silent. Outside steps, where nothing says how long a
+script may take, and while a rank waits for the others, heartbeats go on. NVRx wants to know the names of all sections when the launcher starts, so
 every section of a script is NVRx's section ``section``; inside it heartbeats go on, up to
 ``heartbeat.section_limit_s``, since NVRx holds a rank to both limits at once.
 """
@@ -22,11 +23,13 @@ from keepstep.config import env
 from keepstep.engines.nvrx import library
 from keepstep.policy.nvrx_limits import NvrxLimits
 from keepstep.rank.runtime import Runtime
+from keepstep.shm import Phase
 
 SECTION = "section"
 """NVRx's name of every section; ``ft_command`` gives it its limit."""
 SOCKET_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
 _ENOUGH = 10
+_UNLIMITED = (Phase.SCRIPT, Phase.WAIT)
 
 
 class LearnedLimit:
@@ -96,6 +99,7 @@ class NvrxHeartbeat:
         self._depth = 0
         self._section_until = 0.0
         self._ended = False
+        self._seen_progress = runtime.board.last_progress
         self._client: Any = None
         self._monitored = bool(env.read(SOCKET_VARIABLE))
         self._thread = threading.Thread(target=self._serve, name="keepstep-ft", daemon=True)
@@ -210,14 +214,17 @@ class NvrxHeartbeat:
         pause = self._limits.ft_check_interval / 2
         with self._changed:
             if not self._wishes and not self._ended:
-                self._changed.wait(pause if self._section_until else None)
+                self._changed.wait(pause)
             wishes, self._wishes = self._wishes, []
             inside = SYSTEM.mono() < self._section_until
             ended = self._ended
-        if inside:
+        board = self._runtime.board
+        moved = board.last_progress != self._seen_progress
+        self._seen_progress = board.last_progress
+        if inside or moved or board.phase in _UNLIMITED:
             self._ping()
-        if inside and "beat" not in wishes:
-            wishes.append("beat")
+            if "beat" not in wishes:
+                wishes.append("beat")
         for wish in wishes:
             if self._monitored:
                 self._reached(functools.partial(self._send, wish))

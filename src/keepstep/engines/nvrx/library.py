@@ -48,8 +48,6 @@ class Checkpointing:
     AsyncCallsQueue: Any
     AsyncRequest: Any
     FileSystemWriterAsync: Any
-    save_state_dict_async_plan: Any
-    save_state_dict_async_finalize: Any
 
 
 def version() -> str:
@@ -101,14 +99,11 @@ def inprocess() -> InProcess:
 def checkpointing() -> Checkpointing:
     """The names of asynchronous checkpoints. Raises EngineUnavailable as ``version``."""
     folder = "checkpointing.async_ckpt"
-    saver = f"{folder}.state_dict_saver"
     return Checkpointing(
         TorchAsyncCheckpoint=_name(f"{folder}.torch_ckpt", "TorchAsyncCheckpoint"),
         AsyncCallsQueue=_name(f"{folder}.core", "AsyncCallsQueue"),
         AsyncRequest=_name(f"{folder}.core", "AsyncRequest"),
         FileSystemWriterAsync=_name(f"{folder}.filesystem_async", "FileSystemWriterAsync"),
-        save_state_dict_async_plan=_name(saver, "save_state_dict_async_plan"),
-        save_state_dict_async_finalize=_name(saver, "save_state_dict_async_finalize"),
     )
 
 

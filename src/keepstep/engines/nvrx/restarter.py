@@ -155,7 +155,10 @@ class NvrxRestarter:
         """
         for finding in run_all([MemoryAvailable(_MIN_MEMORY_BYTES), GpuPresence(0)]):
             if finding.status == "bad" and finding.action != "continue":
-                raise RuntimeError(f"health check {finding.check} is bad: {finding.detail}")
+                text = f"health check {finding.check} is bad: {finding.detail}"
+                # From 0.5 on NVRx cuts off why a check failed: it is said here.
+                sys.stderr.write(f"keepstep: {text}\n")
+                raise RuntimeError(text)
 
     def _wrapper(self) -> Any:
         names, limits = self._names, self._limits

@@ -89,7 +89,7 @@ class Rounds:
     def _report(self, error: Exception) -> None:
         runtime = self._runtime
         about = describe(error)
-        # An event, which the watching process reads: keepstep's own launcher would act on a message.
+        # An event, which the watching process reads: keepstep's own launcher would act on more.
         runtime.recorder.emit(
             events.RankFailed(
                 failure=about.failure,

@@ -193,14 +193,14 @@ def _frozen(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def writer_factory(
-    kind: Kind = "torch", *, guard: Guard | None = None, on_commit: OnCommit = _unheard
+    kind: Kind = "torch", *, guard: Guard | None = None, on_commit: OnCommit | None = None
 ) -> Callable[[Place], NvrxShardWriter]:
     """Makes writers of ``kind`` for a ``Checkpointer``.
 
     Args:
         kind: Which of NVRx's two ways to write.
         guard: Entered around each commit, on rank 0.
-        on_commit: Told of each commit, on rank 0.
+        on_commit: Told of each commit, on rank 0; None: whom the place names.
 
     Raises:
         EngineUnavailable: NVRx is not installed.
@@ -216,7 +216,7 @@ def writer_factory(
             keep_last=place.keep_last,
             clock=place.clock,
             guard=guard or contextlib.nullcontext,
-            on_commit=on_commit,
+            on_commit=on_commit or place.on_commit,
             nvrx=nvrx,
         )
 
