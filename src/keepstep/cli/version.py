@@ -6,6 +6,8 @@ import importlib.metadata
 import platform
 
 _SHOWN = ("torch", "msgspec", "safetensors", "xxhash", "psutil", "typer", "rich")
+_EXTRAS = ("nvidia-resiliency-ext",)
+"""Shown only where they are installed: most runs do without."""
 
 
 def version(package: str = "keepstep") -> str:
@@ -25,4 +27,5 @@ def details() -> str:
     """A line each for keepstep, Python, the system and the packages that keepstep works with."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     packages = [f"{name} {version(name) or 'not installed'}" for name in _SHOWN]
+    packages += [f"{name} {found}" for name in _EXTRAS if (found := version(name))]
     return "\n".join([summary(), f"Python {platform.python_version()}", system, *packages])

@@ -26,7 +26,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # they are meant for the run, which needs the store
     sock = socket.socket(fileno=options.fd)
     port = sock.getsockname()[1]
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach()
     )
     while store is not None:
