@@ -21,13 +21,16 @@ import pytest
 import keepstep
 from keepstep import events
 from keepstep.agent.launch_spec import Launch
+from keepstep.agent.nvrx_requirements import Installed
 from keepstep.api.job import Job
+from keepstep.cli import run as run_command
 from keepstep.cli.flags import BY_NAME
 from keepstep.cli.main import COMMANDS, main
-from keepstep.config import Config, env
+from keepstep.config import Config, EngineSettings, env
 from keepstep.errors import ExitCode
 from keepstep.faults import plan
 from keepstep.policy import ladder
+from keepstep.policy.differences import differences
 from tools import budget
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +138,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[L
 
     agent.launch = launch  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "keepstep.agent.launch", agent)
+    # What a command means does not depend on what is installed here.
+    found = Installed(nvrx="0.4.1", torch="2.13.0", nccl="", numpy="2.0.0")
+    monkeypatch.setattr(run_command, "installed", lambda: found)
     yield seen
 
 
@@ -214,6 +220,25 @@ def test_settings_and_events_that_a_page_names_exist() -> None:
         named = {code for code in codes if re.fullmatch(rf"(?:{sections})\.[a-z_]+", code)}
         assert named - known == set(), page.name
     assert "checkpoint.every_steps" in inline(README)
+
+
+def test_settings_that_the_pages_about_nvrx_name_exist() -> None:
+    sections = "|".join(part.name for part in fields(Config))
+    for name in ("nvrx.md", "comparison.md"):
+        codes = inline((ROOT / "docs" / name).read_text(encoding="utf-8"))
+        found = {code.partition(" = ")[0] for code in codes}
+        named = {one for one in found if re.fullmatch(rf"(?:{sections})\.[a-z_]+", one)}
+        assert named - set(settings()) - set(events.KINDS) == set(), name
+        assert named, name
+
+
+def test_the_section_on_engines_names_every_part_and_every_difference() -> None:
+    text = section(README, "Engines")
+    parts = [name for name in settings() if name.startswith("engine.")]
+    assert [name for name in parts if f"`{name} = " not in text] == []
+    chosen = [EngineSettings(name="nvrx"), EngineSettings(launcher="nvrx")]
+    clauses = {one.clause for engine in chosen for one in differences(engine.parts)}
+    assert set(re.findall(r"^- `([a-z-]+)`", text, re.MULTILINE)) == clauses
 
 
 def test_the_table_of_settings_shows_the_defaults() -> None:
