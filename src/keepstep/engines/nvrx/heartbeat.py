@@ -178,7 +178,9 @@ class NvrxHeartbeat:
     def _ping(self) -> None:
         call = self._call()
         if call is not None:
-            call.ping()
+            # A Wrapper that has ended has closed its queue: nobody waits for progress any more.
+            with contextlib.suppress(ValueError):
+                call.ping()
 
     def _wish(self, what: str) -> None:
         with self._changed:
@@ -193,7 +195,7 @@ class NvrxHeartbeat:
             self._reached(self._connect)
         while self._turn():
             pass
-        if self._monitored:
+        if self._client is not None:  # its socket is to be closed where the monitor is lost, too
             with contextlib.suppress(Exception):
                 self._client.shutdown_workload_monitoring()
 
