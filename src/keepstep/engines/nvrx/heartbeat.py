@@ -3,9 +3,10 @@
 The training thread only notes what it does, here or on its board; a thread of its own talks to
 NVRx's rank monitor, so a monitor that is frozen or gone holds up nobody. What the training thread
 does not note is not sent: a hung rank falls silent. Outside steps, where nothing says how long a
-script may take, and while a rank waits for the others, heartbeats go on. NVRx wants to know the names of all sections when the launcher starts, so
-every section of a script is NVRx's section ``section``; inside it heartbeats go on, up to
-``heartbeat.section_limit_s``, since NVRx holds a rank to both limits at once.
+script may take, and while a rank waits for the others, heartbeats go on. NVRx wants to know the
+names of all sections when the launcher starts, so every section of a script is NVRx's section
+``section``; inside it heartbeats go on, up to ``heartbeat.section_limit_s``, since NVRx holds a
+rank to both limits at once.
 """
 
 from __future__ import annotations
