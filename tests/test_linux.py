@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import keepstep
-from keepstep import linux
+from keepstep import linux, shm
 from tests.process.job import lives, wait_until
 
 _SOURCE = str(Path(keepstep.__file__).parents[1])
@@ -220,3 +220,17 @@ def test_a_resource_tracker_outlives_the_tree_until_it_has_cleaned_up() -> None:
         child.wait()
         wait_until(lambda: not lives(int(tracker)), "the tracker has ended")
         assert not path.exists()
+
+
+def test_a_forked_daemon_still_has_its_ranks_board_mapped() -> None:
+    fd = shm.create()
+    board = shm.Board(fd)
+    inode = os.fstat(fd).st_ino
+    os.close(fd)
+    try:
+        assert linux.mapped(os.getpid(), shm.NAME) == {inode}
+        assert linux.mapped(os.getpid(), "another") == set()
+    finally:
+        board.close()
+    assert linux.mapped(os.getpid(), shm.NAME) == set()
+    assert linux.mapped(2**22 + 1, shm.NAME) == set()

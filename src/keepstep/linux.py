@@ -167,6 +167,15 @@ def owner(pid: int) -> int:
     return int(value) if value.isdecimal() else 0
 
 
+def mapped(pid: int, name: str) -> set[int]:
+    """Inodes of the anonymous files called ``name`` (memfd) that ``pid`` has mapped."""
+    try:
+        lines = Path("/proc", str(pid), "maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {int(line.split()[4]) for line in lines if f"/memfd:{name} " in f"{line} "}
+
+
 def children() -> set[int]:
     """This process's children, adopted ones too."""
     me = os.getpid()

@@ -18,6 +18,8 @@ import threading
 
 import msgspec
 
+NAME = "keepstep-board"
+"""Name of a board's memory in /proc/PID/maps."""
 SEQS_AT = 1024
 SEQS_BYTES = 3072
 RING_AT = 4096
@@ -63,7 +65,7 @@ class _Word(enum.IntEnum):
 
 def create() -> int:
     """A new board; returns its descriptor (close-on-exec)."""
-    fd = os.memfd_create("keepstep-board", os.MFD_CLOEXEC)
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
     os.ftruncate(fd, SIZE)
     return fd
 

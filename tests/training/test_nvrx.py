@@ -94,13 +94,14 @@ PARTS = {
     "checkpoint": ("--set", "engine.checkpoint=nvrx"),
     "dcp": ("--set", "engine.checkpoint=nvrx", "--set", "nvrx.checkpoint=dcp"),
     "launcher": ("--set", "engine.launcher=nvrx", "--set", "heartbeat.min_limit_s=2"),
-    "restart": ("--set", "engine.restart=nvrx"),
+    "restart": ("--set", "engine.restart=nvrx", "--set", "nvrx.soft_limit_s=3"),
 }
 LEVELS = {
     "checkpoint": [("exception", "rerun"), ("kill", "rank")],
     "dcp": [("exception", "rerun"), ("kill", "rank")],
     "launcher": [("exception", "respawn"), ("kill", "respawn")],
-    "restart": [("kill", "respawn")],
+    # keepstep's launcher is not told of what NVRx does inside the processes.
+    "restart": [("exception", None), ("kill", "respawn")],
 }
 
 

@@ -1,4 +1,5 @@
-"""The agent's own helper processes: coordinator, zygote, writer. None of them is a rank."""
+"""The agent's own helper processes: coordinator, zygote, writer, for NVRx's in-process restart a
+host of its store. None of them is a rank."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from pathlib import Path
 from keepstep import linux
 from keepstep.agent.environment import importable
 from keepstep.agent.launch_spec import Launch
+from keepstep.agent.store_host import StoreHost
 from keepstep.config.load import encode
 from keepstep.wire.channel import Channel, pair
 from keepstep.wire.messages import FROM_COORDINATOR, FROM_WRITER, FROM_ZYGOTE
+from keepstep.wire.types import STORE_VARIABLE
 
 
 def _start(
@@ -59,6 +62,10 @@ class Children:
         self.coordinator: Channel[FROM_COORDINATOR] = Channel(
             sock, FROM_COORDINATOR, blocking=False
         )
+        self.store: StoreHost | None = None
+        if config.engine.parts.restart == "nvrx":
+            self.store = StoreHost(spec.master_addr, 0, environ, logs / "store.log")
+            environ = {**environ, STORE_VARIABLE: self.store.address}
         names = "" if spec.mode == "program" else config.rank.preload
         sock, self.zygote_process = _start(
             "keepstep.rank.zygote",
@@ -100,4 +107,6 @@ class Children:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self.store is not None:
+            self.store.close()
         linux.end_children(keep=self._not_ours, limit_s=limit_s)

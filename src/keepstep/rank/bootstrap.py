@@ -28,7 +28,7 @@ from keepstep.rank.runtime import Runtime, set_current
 from keepstep.shm import Board, Phase
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.messages import TO_RANK, Failed, Hello, Start
-from keepstep.wire.types import STACK_SIGNAL, stack_file
+from keepstep.wire.types import STACK_SIGNAL, STORE_VARIABLE, stack_file
 
 
 def serve(control_fd: int, board_fd: int) -> int:
@@ -50,6 +50,7 @@ def serve(control_fd: int, board_fd: int) -> int:
         os.set_inheritable(control_fd, True)
         os.execvp(start.target, [start.target, *start.args])
     runtime = Runtime(start, decode(start.config), Control(channel), board)
+    runtime.store = env.read(STORE_VARIABLE)
     set_current(runtime)
     return run_script(runtime)
 

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import traceback
 
-from keepstep import linux
+from keepstep import linux, shm
 from keepstep.clock import SYSTEM
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.loop import Loop
@@ -72,6 +72,7 @@ class Zygote:
         self._channel: Channel[TO_ZYGOTE] = Channel(sock, TO_ZYGOTE, blocking=False)
         self._method = method
         self._children: set[int] = set()
+        self._boards: dict[int, int] = {}  # by rank's process: its board's inode
         self._loop = Loop()
         self._agent_lives = True
         self._sweeps_left = 0
@@ -107,10 +108,12 @@ class Zygote:
                 linux.kill_tree(message.pid)
             return
         fds = [self._channel.take_fd() for _ in range(4)]
+        board = os.fstat(fds[1]).st_ino
         pid = self._fork(fds) if self._method == "fork" else self._spawn(fds)
         for fd in fds:
             os.close(fd)
         self._children.add(pid)
+        self._boards[pid] = board
         self._channel.send(Spawned(ticket=message.ticket, pid=pid))
 
     def _fork(self, fds: list[int]) -> int:
@@ -168,6 +171,7 @@ class Zygote:
                 return
             if pid in self._children:
                 self._children.discard(pid)
+                self._boards.pop(pid, None)
                 linux.kill_tree(pid)
                 self._sweeps_left = 20  # its orphans arrive here as they lose their parents
                 self._channel.send(ChildExited(pid=pid, status=status, t=SYSTEM.mono()))
@@ -175,15 +179,17 @@ class Zygote:
     def _sweep(self) -> None:
         """Kill processes that became ours because the rank that started them has ended.
 
-        A daemon of a rank that lives is ours too; its session or its environment tells.
+        A daemon of a rank that lives is ours too. Its session tells, or its environment; one that
+        was only forked (NVRx's monitor process) has neither, but the rank's board still mapped.
         """
         self._sweeps_left -= 1
-        me = os.getpid()
+        me, boards = os.getpid(), set(self._boards.values())
         for pid, (parent, session) in linux.parents().items():
             if parent != me or pid in self._children or session in self._children:
                 continue
-            if linux.owner(pid) not in self._children:
-                linux.kill_tree(pid)
+            if linux.owner(pid) in self._children or linux.mapped(pid, shm.NAME) & boards:
+                continue
+            linux.kill_tree(pid)
 
     def _end(self) -> None:
         """The agent is gone: nothing may stay behind."""

@@ -13,6 +13,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 5
 
 ATTACH_VARIABLE = "KEEPSTEP_ATTACH"
 """Environment variable: ``messages.Attach`` as JSON, for ranks that another launcher starts."""
+STORE_VARIABLE = "KEEPSTEP_STORE"
+"""Environment variable: HOST:PORT of the store outside the ranks, where our launcher has one."""
 
 
 def log_file(rank: int, inc: int, stream: str) -> str:
