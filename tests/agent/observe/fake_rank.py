@@ -8,6 +8,7 @@ NVRx's in-process restart; without it, the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -95,7 +96,7 @@ class FakeRank:
             self.pause.wait(_STEP_S)
             self._meet(number, step)
             runtime.end_step(step, 1.0 / step)
-            stop = runtime.board.stop_step
+            stop = stop or self._stop_after(step)
             if step % _SAVE_EVERY == 0 or 0 < stop <= step:
                 self._save(step)
         runtime.leave_steps()
@@ -111,6 +112,20 @@ class FakeRank:
             if all(self._reached(file) >= step for file in files):
                 return
             self.pause.wait(0.002)
+
+    def _stop_after(self, step: int) -> int:
+        """The step to stop after, 0: none. Nobody is more than a step ahead of the others."""
+        agreed = self.place / "stop"
+        if self.runtime.board.stop_step and not agreed.exists():
+            own = self.place / f"stop-{self.rank}"
+            own.write_text(str(step + 2))
+            with contextlib.suppress(FileExistsError):
+                os.link(own, agreed)
+        if not agreed.exists():
+            return 0
+        if self.runtime.board.stop_step == 0 and self.runtime.start.local_rank == 0:
+            self.runtime.recorder.emit(events.StopNotice(signal="SIGTERM"))
+        return int(agreed.read_text())
 
     def _reached(self, file: Path) -> int:
         try:

@@ -12,7 +12,6 @@ import pytest
 
 from keepstep import events as ev
 from keepstep import shm
-from keepstep.agent.observe.observer import stop_step
 from keepstep.agent.observe.rounds import Rounds
 from keepstep.agent.observe.seats import Occupant
 from keepstep.agent.observe.state import State
@@ -448,18 +447,3 @@ def test_what_the_launcher_did_not_recover_from_is_the_last_failure(run: _Run) -
 def test_a_launcher_that_ends_without_any_failure_is_explained_by_nothing(run: _Run) -> None:
     assert run.rounds.failures.gave_up(run.now) is None
     assert run.causes == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "step"),
-    [
-        ([(100, 0.5), (101, 0.5)], 103),  # at least two steps ahead of the foremost
-        ([(100, 0.01), (99, 0.02)], 200),  # a second of the shortest steps
-        ([(0, 0.0)], 2),
-        ([], 2),
-    ],
-)
-def test_the_step_to_stop_after_is_ahead_of_every_rank(
-    ranks: list[tuple[int, float]], step: int
-) -> None:
-    assert stop_step(ranks) == step

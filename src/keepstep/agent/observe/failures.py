@@ -6,14 +6,17 @@ and what it did is written down. Only "stop" is ours.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Protocol
 
 from keepstep import events, policy
 from keepstep.agent.observe.episode import Episode
 from keepstep.agent.observe.state import Hang, State, cause_event
 from keepstep.errors import ExitCode
-from keepstep.wire.messages import Stalled
+from keepstep.wire.messages import Evidence, Stalled
 
+_UNJUDGED = policy.Blame(guilty=(), cause="unknown", reason="ranks of this node stand still")
 _LEVEL_S = 1.0
 """How long after the cause is settled the launcher may show what it does about it."""
 
@@ -33,21 +36,36 @@ class Emit(Protocol):
         """Record ``data``."""
 
 
+Forward = Callable[[policy.Report, str, float], None]
+"""Gets a report, the stack, and the time at which it was known (monotonic)."""
+
+
+def nobody(report: policy.Report, stack: str, now: float) -> None:
+    """Nobody else is to know of ``report``."""
+
+
 class Failures:
     """The failures of a run, one after the other.
 
     Args:
         state: What is known of the run. emit: writes an event.
         hard_s: How long after it has acted on a hang the launcher may end the rank.
+        forward: Gets each report too; for a node that does not decide.
     """
 
-    def __init__(self, state: State, emit: Emit, *, hard_s: float) -> None:
+    def __init__(
+        self, state: State, emit: Emit, *, hard_s: float, forward: Forward = nobody
+    ) -> None:
         self._state = state
         self._emit = emit
         self._hard_s = hard_s
+        self._forward = forward
+        self._standing: dict[int, tuple[float, Evidence]] = {}
         self._history: list[policy.Record] = []
         self.episode: Episode | None = None
         """The failure that the next round is to answer; None while all is well."""
+        self.went_on: list[int] = []
+        """Ranks that stood still and go on by themselves; the reader empties it."""
 
     # --- evidence ---------------------------------------------------------------------------------
 
@@ -57,6 +75,7 @@ class Failures:
         if state.over:
             return
         state.highest = max(state.highest, report.step)
+        self._forward(report, stack, now)
         pid = state.pids().get(report.rank)
         if episode is not None and pid is not None and episode.pids.get(report.rank) == pid:
             if (report.rank, report.kind) not in {(r.rank, r.kind) for r in episode.reports}:
@@ -90,11 +109,10 @@ class Failures:
         has only been slow.
         """
         state = self._state
-        lives = {(rank, one.who.inc) for rank, one in state.members.items() if one.lives}
-        current = [seen for seen in stalled.ranks if (seen.rank, seen.inc) in lives]
-        if not state.running or not current or state.over:
+        if not state.running or state.over:
             return
-        verdict = policy.blame(current)
+        current = self._together(stalled, now)
+        verdict = policy.blame(current) if state.decides else _UNJUDGED
         guilty = [seen for seen in current if seen.rank in verdict.guilty]
         for seen in guilty:
             hung = events.RankHung(
@@ -105,6 +123,8 @@ class Failures:
                 stack=seen.stack,
             )
             self._emit(hung, rank=seen.rank, step=seen.step)
+        if not current:
+            return
         state.say("fail", verdict.reason)
         # Where nobody is blamed, the ranks that stand still are like ones whose collective timed
         # out: since when each does, and what it has entered, may tell whom they wait for.
@@ -123,6 +143,26 @@ class Failures:
             member = state.members[seen.rank]
             member.hang = Hang(report, seen.stack, member.who.progress, member.who.round)
 
+    def _together(self, stalled: Stalled, now: float) -> list[Evidence]:
+        """All that is known of how ranks stand still now; nothing until other nodes say how theirs
+        do, since who hangs is seen from the others only."""
+        state = self._state
+        self._standing |= {seen.rank: (now, seen) for seen in stalled.ranks}
+        current: list[Evidence] = []
+        for rank, one in state.members.items():
+            at, seen = self._standing.get(rank, (-math.inf, None))
+            if not one.lives:
+                continue
+            if seen is not None and seen.inc == one.who.inc and now - at <= seen.limit_s:
+                current.append(seen)
+            elif one.who.far:
+                return []
+        return current
+
+    def forget_standing(self, rank: int) -> None:
+        """``rank`` goes on."""
+        self._standing.pop(rank, None)
+
     def acted(self, now: float) -> None:
         """The launcher or a rank does something: hangs that lasted until now are failures."""
         for member in list(self._state.members.values()):
@@ -137,6 +177,7 @@ class Failures:
         for member in self._state.members.values():
             if member.went_on:
                 member.hang = None
+                self.went_on.append(member.who.rank)
         episode = self.episode
         if episode is not None and not self._state.over:
             self._settle(episode, now)

@@ -7,7 +7,7 @@ once policy says that the run is over.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import os
 import signal
 
@@ -18,6 +18,8 @@ from keepstep.agent.hangs import HangWatch
 from keepstep.agent.health_watch import HealthWatch
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.observe.beats import Beats, bounds
+from keepstep.agent.observe.failures import nobody
+from keepstep.agent.observe.far import FarNodes
 from keepstep.agent.observe.helpers import STORE_HOST, Boards, Helpers
 from keepstep.agent.observe.launcher_log import LauncherLog, launcher_log
 from keepstep.agent.observe.rounds import Rounds
@@ -26,7 +28,7 @@ from keepstep.agent.observe.state import State
 from keepstep.agent.observe.waiter import Waiter
 from keepstep.agent.tail import Tails
 from keepstep.clock import SYSTEM
-from keepstep.errors import ExitCode
+from keepstep.errors import ExitCode, UsageError
 from keepstep.policy.ladder import SCRIPT_KINDS
 from keepstep.policy.nvrx_limits import NvrxLimits
 from keepstep.ports import Finding, HealthCheck
@@ -37,9 +39,8 @@ _RANKS_S = 0.2
 """From the signal that stops the launcher until the ranks are killed."""
 _ALL_S = 5.0
 """From that signal until whatever is left is killed."""
-_STOP_SLACK_S = 1.0
-_STOP_SLACK_STEPS = 2
-"""The step to stop after lies so far ahead that every rank reads of it before."""
+_INDEX = "JOB_COMPLETION_INDEX"
+"""Kubernetes' number of this pod in an indexed job."""
 
 
 class Observer:
@@ -51,7 +52,7 @@ class Observer:
             health. store_host: the module that hosts the store outside the ranks.
 
     Raises:
-        UsageError: the store's port cannot be used.
+        UsageError: the store's port cannot be used, or this node of several has no number.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Observer:
         checks: list[HealthCheck],
         store_host: str = STORE_HOST,
     ) -> None:
-        self._spec = spec
+        self._spec = spec = _numbered(spec)
         self._console = console
         node, in_process = spec.node_rank or 0, spec.config.engine.parts.restart == "nvrx"
         name = f"agent-{node}-{int(SYSTEM.wall())}-{os.getpid()}.jsonl"
@@ -83,12 +84,19 @@ class Observer:
             _TICK_S,
         )
         self._beats = Beats(limits, in_process=in_process)
-        self._state = State(world=spec.nproc, config=spec.config, decides=node == 0)
+        self._state = State(
+            world=spec.world if node == 0 else spec.nproc,
+            config=spec.config,
+            decides=node == 0,
+            several=spec.nnodes > 1,
+        )
+        self._far = FarNodes(spec, self._state) if spec.nnodes > 1 else None
         self._rounds = Rounds(
             self._state,
             self.recorder.emit,
             kill_after_s=limits.termination_grace,
             hard_s=limits.hard - limits.soft + limits.termination_grace,
+            forward=self._far.failed if self._far is not None else nobody,
         )
         self._boards = Boards(spec.nproc)
         try:
@@ -97,6 +105,8 @@ class Observer:
             self._boards.close()
             self._waiter.close()
             self._files.close()
+            if self._far is not None:
+                self._far.close()
             raise
         self._seats = Seats(
             spec,
@@ -132,8 +142,11 @@ class Observer:
             self._log.poll(whole=True)
             now = SYSTEM.mono()
             self._take(self._seats.end_all(now), now)
+            self._hear(now)
             self._say()
             end = self._end or self._launcher_ended(now)
+            if self._far is not None and end.exit_code not in (0, ExitCode.STOPPED_ON_NOTICE):
+                self._far.ended(end)
         finally:
             self._close()
         return end
@@ -158,6 +171,8 @@ class Observer:
     def _close(self) -> None:
         self._seats.close()
         self._helpers.close()
+        if self._far is not None:
+            self._far.close()
         self._health.close(limit_s=5.0)
         self._log.close()
         self._boards.close()
@@ -176,6 +191,7 @@ class Observer:
         living = self._seats.living
         for who in living:
             self._beat(who, now)
+        self._hear(now)
         if self._end is None:
             self._look_for_hangs(living, now)
             self._rounds.progress(now)
@@ -183,7 +199,7 @@ class Observer:
         for finding in self._health.take():
             self.found(finding)
         self._say()
-        self._stop_on_notice(living, now)
+        self._stop_on_notice(now)
         self._end_launcher(now)
         if living:
             board = living[0].board
@@ -204,6 +220,22 @@ class Observer:
                     if beat is not None:
                         self.recorder.emit(beat, rank=who.rank, step=who.step)
                     self._rounds.ended(who, code, known, now)
+            if self._far is not None:
+                self._far.saw(one, now)
+
+    def _hear(self, now: float) -> None:
+        """What the other nodes tell."""
+        if self._far is None:
+            return
+        for one in self._far.take(self._rounds, now):
+            if isinstance(one, JobEnd):
+                self._finish(one.exit_code, f"node 0: {one.reason}")
+                continue
+            if one.kind in ("commit", "go"):
+                self._state.committed = max(self._state.committed, one.step)
+            self._say_notice(one)
+        went_on, self._rounds.failures.went_on = self._rounds.failures.went_on, []
+        self._far.went_on(went_on)
 
     def _beat(self, who: Occupant, now: float) -> None:
         beat = self._beats.look(who.rank, who.board, now)
@@ -219,6 +251,8 @@ class Observer:
                 f"{suspect.phase}, step {who.step} (limit {suspect.limit_s:.1f} s)"
             )
         if stalled is not None:
+            if self._far is not None:
+                self._far.stalled(stalled)
             self._rounds.failures.stalled(stalled, now)
 
     def _watch_helpers(self) -> None:
@@ -231,8 +265,11 @@ class Observer:
         for one in self._rounds.take():
             if isinstance(one, JobEnd):
                 self._finish(one.exit_code, one.reason)
-                continue
-            self._say_notice(one)
+            elif self._far is None:
+                self._say_notice(one)
+            elif self._state.decides:  # it says what happened on every node
+                self._far.said(one)
+                self._say_notice(one)
 
     def _say_notice(self, notice: Notice) -> None:
         if notice.kind == "commit":
@@ -247,7 +284,9 @@ class Observer:
 
     # --- stopping ---------------------------------------------------------------------------------
 
-    def _stop_on_notice(self, living: list[Occupant], now: float) -> None:
+    def _stop_on_notice(self, now: float) -> None:
+        heard = self._state.signal  # by a rank, of another node
+        self._signal = self._signal or heard
         if not self._signal or self._end is not None:
             return
         grace = self._spec.config.run.grace_s
@@ -255,24 +294,27 @@ class Observer:
         if not self._notice_at:
             self._notice_at = now
             self._state.signal = self._signal
-            self.recorder.emit(events.StopNotice(signal=self._signal))
-            self._console.say(f"{self._signal}: ranks have {grace:.0f} s to commit a checkpoint")
-            self._ask_stop(living, number)
+            if not heard:
+                self.recorder.emit(events.StopNotice(signal=self._signal))
+            where = " on another node" if heard else ""
+            self._console.say(
+                f"{self._signal}{where}: ranks have {grace:.0f} s to commit a checkpoint"
+            )
+            self._ask_stop(number)
         elif now - self._notice_at >= grace or self._hurry:
             waited = now - self._notice_at
             text = f"{self._signal}: ended after {waited:.0f} s without a checkpoint of that time"
             self._finish(128 + number, text)
 
-    def _ask_stop(self, living: list[Occupant], number: int) -> None:
-        """Name the step to stop after; a script without keepstep.run gets the signal instead."""
+    def _ask_stop(self, number: int) -> None:
+        """Ask the ranks to stop after a step that they agree on; a script without keepstep.run gets
+        the signal instead."""
         state = self._state
         if not state.adopted:
             self._helpers.signal(number)
-        elif state.running:
-            step = stop_step([(who.board.step, who.board.step_s) for who in living])
+        elif state.at_work:
             for board in self._boards.boards:
-                board.ask_stop(step)
-            self._console.say(f"stopping after step {step}")
+                board.ask_stop(number)
         else:
             when = "during a restart" if state.round else "before the round began"
             self._rounds.failures.stopped(when)
@@ -283,6 +325,8 @@ class Observer:
             self._state.over = True
             self._end = JobEnd(exit_code=int(code), reason=reason, graceful=False)
             self._end_at = SYSTEM.mono()
+            if self._far is not None:
+                self._far.ended(self._end)
             self._helpers.signal(signal.SIGTERM)
 
     def _end_launcher(self, now: float) -> None:
@@ -322,12 +366,20 @@ class Observer:
         return JobEnd(exit_code=int(exit_code), reason=text, graceful=True)
 
 
-def stop_step(ranks: list[tuple[int, float]]) -> int:
-    """The step after which all ranks can stop: none of them is so far yet when it reads this.
+def _numbered(spec: Launch) -> Launch:
+    """``spec`` with this node's number.
 
-    Args:
-        ranks: Step in progress and seconds of the last step, of each rank.
+    Raises:
+        UsageError: it is one of several, and nobody said which.
     """
-    live = max((step for step, _ in ranks), default=0)
-    shortest = min((seconds for _, seconds in ranks if seconds > 0), default=_STOP_SLACK_S)
-    return live + max(_STOP_SLACK_STEPS, math.ceil(_STOP_SLACK_S / shortest))
+    if spec.nnodes == 1 or spec.node_rank is not None:
+        return spec
+    index = spec.environ.get(_INDEX, "")
+    if index.isdecimal() and int(index) < spec.nnodes:
+        return dataclasses.replace(spec, node_rank=int(index))
+    raise UsageError(
+        f"this is one of {spec.nnodes} nodes, and its number is not known",
+        done="Nothing was started",
+        advice="Give --node-rank, from 0 on another number on every node; node 0 is the one of "
+        "--rdzv-endpoint",
+    )

@@ -10,9 +10,9 @@ import signal
 
 import msgspec
 
-from keepstep import events
+from keepstep import events, policy
 from keepstep.agent.observe.episode import ended_report, failed_report, silent_report
-from keepstep.agent.observe.failures import Emit, Failures
+from keepstep.agent.observe.failures import Emit, Failures, Forward, nobody
 from keepstep.agent.observe.seats import Occupant
 from keepstep.agent.observe.state import Forming, Member, State
 from keepstep.errors import ExitCode
@@ -29,15 +29,22 @@ class Rounds:
         state: What is known of the run. emit: writes an event.
         kill_after_s: How long the launcher waits from SIGTERM to SIGKILL.
         hard_s: How long after it has acted on a hang it may end the rank.
+        forward: Gets each report too; for a node that does not decide.
     """
 
     def __init__(
-        self, state: State, emit: Emit, *, kill_after_s: float, hard_s: float = 0.0
+        self,
+        state: State,
+        emit: Emit,
+        *,
+        kill_after_s: float,
+        hard_s: float = 0.0,
+        forward: Forward = nobody,
     ) -> None:
         self._state = state
         self._emit = emit
         self._kill_after_s = kill_after_s
-        self.failures = Failures(state, emit, hard_s=hard_s)
+        self.failures = Failures(state, emit, hard_s=hard_s, forward=forward)
         self._begun = 0
         self._resume = 0
         self._first_steps_due = False
@@ -62,8 +69,9 @@ class Rounds:
         for rank in before:
             del state.members[rank]  # usually the same number, but the launcher gives them out
         state.members[who.rank] = Member(who=who, since=now)
-        begun = events.RankStart(pid=who.pid, incarnation=who.inc, method="exec", spare=False)
-        self._emit(begun, rank=who.rank)
+        if not who.far:
+            begun = events.RankStart(pid=who.pid, incarnation=who.inc, method="exec", spare=False)
+            self._emit(begun, rank=who.rank)
         self.progress(now)
 
     def gone(self, who: Occupant, now: float) -> None:
@@ -101,6 +109,31 @@ class Rounds:
             self.failures.add(report, "", now)
         self.progress(now)
 
+    def failed_far(self, report: policy.Report, stack: str, now: float, t: float) -> None:
+        """Another node reports a failure, of which it knew at ``t`` (wall time)."""
+        member = self._state.members.get(report.rank)
+        if member is not None and not self._state.over:
+            self._look_ready(force=True)
+            self.failures.acted(now)
+            member.told = member.told or report.kind == "exception"
+            self.failures.add(report, stack, now, t=t)
+            self.progress(now)
+
+    def over_far(self, who: Occupant, now: float) -> None:
+        """A process of another node has ended."""
+        member = self._member(who)
+        if member is not None and not self._state.over:
+            member.lives = False
+            self.failures.acted(now)
+            self.progress(now)
+
+    def went_on_far(self, who: Occupant) -> None:
+        """A rank of another node that stood still goes on by itself."""
+        member = self._member(who)
+        if member is not None:
+            member.hang = None
+            self.failures.forget_standing(who.rank)
+
     def _member(self, who: Occupant) -> Member | None:
         member = self._state.members.get(who.rank)
         return member if member is not None and member.who is who else None
@@ -112,6 +145,8 @@ class Rounds:
         if member.hang is not None and not member.went_on:
             return True
         episode = self.failures.episode
+        if episode is None and self._state.several and code == -signal.SIGTERM:
+            return True  # another node's rank has failed, and that is not known here yet
         if episode is None or episode.pids.get(member.who.rank) != member.who.pid:
             return False
         waited = now - episode.first_t
@@ -149,6 +184,8 @@ class Rounds:
             case events.RestoreEnd():
                 if state.forming is not None and event.round == state.forming.number:
                     state.forming.restored = event.step or 0
+            case events.StopNotice():  # asked for on another node
+                state.signal = state.signal or data.signal
             case events.CheckpointCommit():
                 step = event.step or 0
                 state.committed = max(state.committed, step)

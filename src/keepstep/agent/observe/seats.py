@@ -59,6 +59,8 @@ class Occupant:
     phase: Phase = Phase.PARKED
     round: int = 0
     """What its board showed last: step, time of the last progress, phase and round."""
+    far: bool = False
+    """Whether it runs on another node, which watches it; the board shows nothing then."""
 
 
 class Started(NamedTuple):

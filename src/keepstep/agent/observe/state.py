@@ -63,14 +63,17 @@ class Forming:
 
 @dataclass(slots=True)
 class State:
-    """Of the ranks that this process watches, ``world`` in number.
+    """Of the ranks that this process knows of, ``world`` in number.
 
-    ``decides``: whether this process is the one that says what happened (node 0).
+    ``decides``: whether this process is the one that says what happened (node 0). It knows of all
+    ranks, those of other nodes by what these tell; other nodes know of their own.
+    ``several``: whether the job has several nodes.
     """
 
     world: int
     config: Config
     decides: bool = True
+    several: bool = False
     members: dict[int, Member] = field(default_factory=dict)
     adopted: bool = False
     """Whether the script uses ``keepstep.run``."""
@@ -96,6 +99,13 @@ class State:
     def all_joined(self) -> bool:
         """Whether every rank has joined the round that forms."""
         return self.forming is not None and len(self.forming.joined) == self.world
+
+    @property
+    def at_work(self) -> bool:
+        """Whether this node's ranks are in a round, or about to be: they can stop after a step."""
+        own = {rank for rank, one in self.members.items() if one.lives and not one.who.far}
+        forming = self.forming
+        return self.running or (forming is not None and bool(own) and own <= forming.joined)
 
     @property
     def at_first_step(self) -> bool:

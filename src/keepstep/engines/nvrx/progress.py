@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from keepstep.engines.nvrx.stopping import StopAgreement
 from keepstep.ports import Heartbeat
 from keepstep.rank.runtime import Runtime
+from keepstep.shm import Phase
 
 
 class AttachedProgress:
-    """Implements ``rank.progress.Progress``; the wish to stop comes by the board.
-
-    The watching process writes the same step for all ranks, far enough ahead that none is past it.
-    """
+    """Implements ``rank.progress.Progress``; the wish to stop comes by the board or from another
+    node's rank, and the ranks agree on the step among themselves."""
 
     def __init__(self, runtime: Runtime, heartbeat: Heartbeat) -> None:
         self._runtime = runtime
         self._heartbeat = heartbeat
+        self._stopping = StopAgreement(runtime)
 
     def begin_step(self, step: int | None) -> None:
         """``step`` is in progress; None: no step's limit applies any more."""
-        self._runtime.driven = True  # a Job counts: optimizer steps no longer do
+        runtime = self._runtime
+        runtime.driven = True  # a Job counts: optimizer steps no longer do
         if step is None:
+            self._stopping.leave()
             self._heartbeat.close()
-        else:
-            self._heartbeat.beat(step)
+            return
+        if self._stopping.round != runtime.recorder.round:
+            self._stopping.watch(runtime.recorder.round or 0)
+        self._heartbeat.beat(step)
 
     def end_step(self, step: int, loss: float | None) -> None:
         """``step`` is completed; a fault due in it that no optimizer step met fires first."""
@@ -36,6 +41,12 @@ class AttachedProgress:
         return self._heartbeat.section(name)
 
     def stop_due(self, step: int, round: int) -> bool:
-        """Whether the run stops after ``step``."""
-        stop = self._runtime.board.stop_step
-        return 0 < stop <= step
+        """Whether the run stops after ``step``; once asked, waits until all ranks agree."""
+        stopping = self._stopping
+        if not stopping.asked:
+            number = self._runtime.board.stop_step
+            if not number:
+                return False
+            stopping.ask(number)
+        self._runtime.enter(Phase.WAIT)
+        return stopping.agreed() <= step
