@@ -234,3 +234,12 @@ def test_a_forked_daemon_still_has_its_ranks_board_mapped() -> None:
         board.close()
     assert linux.mapped(os.getpid(), shm.NAME) == set()
     assert linux.mapped(2**22 + 1, shm.NAME) == set()
+
+
+def test_a_process_that_has_ended_has_no_memory_any_more() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not linux.ending(child.pid)
+    child.kill()
+    wait_until(lambda: linux.ending(child.pid), "it is a zombie")
+    child.communicate()
+    assert linux.ending(child.pid)

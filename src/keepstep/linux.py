@@ -176,6 +176,14 @@ def mapped(pid: int, name: str) -> set[int]:
     return {int(line.split()[4]) for line in lines if f"/memfd:{name} " in f"{line} "}
 
 
+def ending(pid: int) -> bool:
+    """Whether ``pid`` has given back its memory: it is on its way out, or gone."""
+    try:
+        return not Path("/proc", str(pid), "maps").read_bytes()
+    except OSError:
+        return True
+
+
 def children() -> set[int]:
     """This process's children, adopted ones too."""
     me = os.getpid()
