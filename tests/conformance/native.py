@@ -19,7 +19,7 @@ from keepstep.rank.heartbeat import NativeHeartbeat
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Board, Phase
 from keepstep.testing import FakeClock
-from keepstep.testing.conformance.heartbeat import Seen
+from keepstep.testing.conformance.heartbeat import STEPS, Seen
 from tests.rank.starts import start
 
 _TICK_S = 0.1
@@ -54,17 +54,22 @@ class WatchedBoard:
         self._watch = HangWatch[_Process](bounds_of(_CONFIG), folder, _TICK_S)
         self._process = _Process(agent)
         self.heartbeat: Heartbeat = NativeHeartbeat(self._runtime)
-        for step in range(1, 6):
+        self._steps(5, _TICK_S)
+
+    def _steps(self, count: int, step_s: float) -> bool:
+        hung = False
+        for step in range(self._runtime.step + 1, self._runtime.step + 1 + count):
             self.heartbeat.beat(step)
-            self.silent_for(_TICK_S)
+            hung = self.silent_for(step_s) or hung
             self._runtime.end_step(step, None)
+        return hung
 
     def seen(self) -> Seen:
         board = self._process.board
         in_steps = board.phase in (Phase.STEP, Phase.SECTION)
         return Seen(board.step if in_steps else None, board.label)
 
-    def silent_for(self, seconds: float) -> bool:
+    def silent_for(self, seconds: float, *, in_call: bool = False) -> bool:
         hung = False
         for _ in range(round(seconds / _TICK_S)):
             self._clock.advance(_TICK_S)
@@ -73,11 +78,13 @@ class WatchedBoard:
             hung = hung or stalled is not None
         return hung
 
-    def freeze(self) -> None:
-        """Nobody looks, and nobody takes lines out of the ring."""
+    def train(self, step_s: float) -> bool:
+        return self._steps(STEPS, step_s)
 
-    def vanish(self) -> None:
-        self._process.board.close()
+    def stop(self, *, gone: bool) -> None:
+        """From now on nobody looks, and nobody takes lines out of the ring."""
+        if gone:
+            self._process.board.close()
 
 
 @contextlib.contextmanager

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from keepstep.config import EngineSettings
 from keepstep.testing.conformance import require
 from keepstep.testing.conformance.heartbeat import Watched, clauses, verify
 from tests.conformance import native
+from tests.conformance.documented import documented
+from tests.conformance.nvrx_heartbeat import COMBINED, LAUNCHER, Monitors
+from tests.conformance.nvrx_heartbeat import heartbeat as nvrx_heartbeat
+from tests.helpers.needs import needs
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,37 @@ class Engine:
     differences: Mapping[str, str] = field(default_factory=dict)
 
 
-ENGINES = [Engine("native", native.heartbeat)]
+CLAUSES = [clause.name for clause in clauses()]
 
 
-@pytest.mark.parametrize("clause", [clause.name for clause in clauses()])
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
-def test_the_heartbeat_keeps_the_clause(engine: Engine, clause: str, tmp_path: Path) -> None:
-    make = functools.partial(engine.make, tmp_path)
+def _keeps(engine: Engine, clause: str, folder: Path) -> None:
     differences = {name: why for name, why in engine.differences.items() if name == clause}
-    require(verify(make, differences, only=[clause]))
+    require(verify(lambda: engine.make(folder), differences, only=[clause]))
+
+
+@pytest.mark.parametrize("clause", CLAUSES)
+def test_the_native_heartbeat_keeps_the_clause(clause: str, tmp_path: Path) -> None:
+    _keeps(Engine("native", native.heartbeat), clause, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def monitors() -> Iterator[Monitors]:
+    """NVRx's rank monitors; a module's, since NVRx takes seconds to import."""
+    needs("nvrx")
+    made = Monitors()
+    yield made
+    made.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("clause", CLAUSES)
+@pytest.mark.parametrize("settings", [COMBINED, LAUNCHER], ids=["in-process", "launcher-alone"])
+def test_nvrxs_heartbeat_keeps_the_clause(
+    settings: EngineSettings, clause: str, monitors: Monitors, tmp_path: Path
+) -> None:
+    engine = Engine(
+        "nvrx",
+        lambda folder: nvrx_heartbeat(settings, monitors, folder),
+        documented(settings, clauses()),
+    )
+    _keeps(engine, clause, tmp_path)

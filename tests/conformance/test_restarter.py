@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from keepstep.config import EngineSettings
 from keepstep.testing.conformance import Result, require
 from keepstep.testing.conformance.restarter import Runs, clauses, verify
+from tests.conformance.documented import documented
 from tests.helpers.needs import needs
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -23,10 +25,27 @@ class Engine:
     differences: Mapping[str, str] = field(default_factory=dict)
 
 
-ENGINES = [Engine("native")]
+_SHORT = ("--set", "nvrx.soft_limit_s=3")
+_NVRX = Engine(
+    "nvrx",
+    ("--engine", "nvrx", *_SHORT),
+    documented(EngineSettings(name="nvrx"), clauses()),
+)
+_LAUNCHER = Engine(
+    "nvrx-launcher",
+    ("--set", "engine.launcher=nvrx", *_SHORT),
+    documented(EngineSettings(launcher="nvrx"), clauses()),
+)
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=lambda engine: engine.name)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(Engine("native"), id="native"),
+        pytest.param(_NVRX, id=_NVRX.name),
+        pytest.param(_LAUNCHER, id=_LAUNCHER.name, marks=pytest.mark.full),
+    ],
+)
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Result]:

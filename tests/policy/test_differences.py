@@ -19,7 +19,7 @@ def clauses(**parts: str) -> list[str]:
         ({}, []),
         ({"checkpoint": "nvrx"}, []),
         ({"name": "nvrx"}, ["survivors-keep-process", "learned-limits", "long-call"]),
-        ({"launcher": "nvrx"}, ["restart-in-process"]),
+        ({"launcher": "nvrx"}, ["restart-in-process", "survivors-keep-process"]),
         ({"restart": "nvrx"}, ["learned-limits", "long-call"]),
     ],
 )

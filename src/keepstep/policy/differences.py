@@ -51,7 +51,7 @@ def differences(parts: Parts) -> list[Difference]:
     """The clauses that a run with ``parts`` does not keep; none for a native one."""
     found: list[Difference] = []
     if parts.launcher == "nvrx":
-        found += _NO_RESTART if parts.restart == "none" else _LAUNCHER
+        found += _LAUNCHER if parts.restart == "nvrx" else _NO_RESTART + _LAUNCHER
     if parts.restart == "nvrx":
         found += _RESTART
     return found

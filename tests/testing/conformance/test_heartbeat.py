@@ -25,6 +25,7 @@ class Plain:
         self.sections: list[str] = []
         self.idle_s = 0.0
         self.watching = True
+        self.learned_s = self.step_limit_s
 
     def beat(self, step: int) -> None:
         self.step = step
@@ -46,16 +47,17 @@ class Plain:
     def seen(self) -> Seen:
         return Seen(self.step, self.sections[-1] if self.sections else "")
 
-    def silent_for(self, seconds: float) -> bool:
+    def silent_for(self, seconds: float, *, in_call: bool = False) -> bool:
         self.idle_s += seconds
         if self.sections:
             return self.idle_s > self.section_limit_s
-        return self.step is not None and self.idle_s > self.step_limit_s
+        return self.step is not None and self.idle_s > self.learned_s
 
-    def freeze(self) -> None:
-        self.watching = False
+    def train(self, step_s: float) -> bool:
+        self.learned_s = max(self.step_limit_s, 4 * step_s)
+        return step_s > self.step_limit_s
 
-    def vanish(self) -> None:
+    def stop(self, *, gone: bool) -> None:
         self.watching = False
 
 
@@ -66,8 +68,8 @@ class ForgetsStep(Plain):
 
 
 class NeverHung(Plain):
-    def silent_for(self, seconds: float) -> bool:
-        return bool(self.sections) and super().silent_for(seconds)
+    def silent_for(self, seconds: float, *, in_call: bool = False) -> bool:
+        return bool(self.sections) and super().silent_for(seconds, in_call=in_call)
 
 
 class Flat(Plain):
@@ -103,7 +105,7 @@ class SectionIsStep(Plain):
 
 
 class OneLimit(Plain):
-    def silent_for(self, seconds: float) -> bool:
+    def silent_for(self, seconds: float, *, in_call: bool = False) -> bool:
         self.idle_s += seconds
         return self.step is not None and self.idle_s > self.step_limit_s
 
@@ -111,8 +113,21 @@ class OneLimit(Plain):
 class EndlessSection(Plain):
     section_limit_s = 20.0
 
-    def silent_for(self, seconds: float) -> bool:
-        return not self.sections and super().silent_for(seconds)
+    def silent_for(self, seconds: float, *, in_call: bool = False) -> bool:
+        return not self.sections and super().silent_for(seconds, in_call=in_call)
+
+
+class CallIsStep(Plain):
+    """Holds a call of the main thread to the step's limit, wherever it is."""
+
+    def silent_for(self, seconds: float, *, in_call: bool = False) -> bool:
+        long = in_call and seconds > self.step_limit_s
+        return super().silent_for(seconds, in_call=in_call) or long
+
+
+class NeverLearns(Plain):
+    def train(self, step_s: float) -> bool:
+        return step_s > self.step_limit_s
 
 
 class SectionEndsWatch(Plain):
@@ -143,19 +158,19 @@ class ClosedForGood(Plain):
 class Waits(Plain):
     """Waits for the watcher, in a way that the test can end."""
 
-    def __init__(self, stop: threading.Event) -> None:
+    def __init__(self, ended: threading.Event) -> None:
         super().__init__()
-        self.stop = stop
+        self.ended = ended
 
     def beat(self, step: int) -> None:
         super().beat(step)
         if not self.watching:
-            self.stop.wait()
+            self.ended.wait()
 
 
 class Raises(Plain):
-    def vanish(self) -> None:
-        self.lost = True
+    def stop(self, *, gone: bool) -> None:
+        self.lost = gone
 
     lost = False
 
@@ -183,8 +198,10 @@ def test_a_right_heartbeat_keeps_every_clause() -> None:
         (NoFinally, "failed-section-ends"),
         (SectionIsStep, "section-before-steps"),
         (OneLimit, "section-limit"),
+        (CallIsStep, "long-call"),
         (EndlessSection, "section-hang"),
         (SectionEndsWatch, "limit-after-section"),
+        (NeverLearns, "learned-limits"),
         (NoClose, "close-ends-watch"),
         (ClosedForGood, "beat-after-close"),
         (Raises, "lost-watcher"),
@@ -204,4 +221,4 @@ def test_a_heartbeat_that_waits_for_its_watcher_is_found(monkeypatch: pytest.Mon
 
 
 def test_every_clause_is_tested_here() -> None:
-    assert len(suite.clauses()) == 12
+    assert len(suite.clauses()) == 14

@@ -20,6 +20,8 @@ LIMIT_S = 30.0
 """How long what must not block may take."""
 MANY = 20_000
 """Signs of life that nobody takes; more than any buffer holds."""
+STEPS = 20
+"""So many steps teach a watcher that learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,17 @@ class Watched(Protocol):
     def seen(self) -> Seen:
         """What the watcher knows now."""
 
-    def silent_for(self, seconds: float) -> bool:
-        """Let ``seconds`` pass without a sign of life; whether the watcher calls that a hang."""
+    def silent_for(self, seconds: float, *, in_call: bool = False) -> bool:
+        """Let ``seconds`` pass without a sign of life; whether the watcher calls that a hang.
 
-    def freeze(self) -> None:
-        """The watcher stands still and takes nothing any more."""
+        Called by the main thread, which meanwhile runs Python, or is in one call (``in_call``).
+        """
 
-    def vanish(self) -> None:
-        """The watcher is gone, with its end of the connection."""
+    def train(self, step_s: float) -> bool:
+        """Complete ``STEPS`` steps of ``step_s`` seconds as a job does; whether that is a hang."""
+
+    def stop(self, *, gone: bool) -> None:
+        """The watcher takes nothing any more: it stands still, or is gone with its end."""
 
 
 Make = Callable[[], AbstractContextManager[Watched]]
@@ -68,8 +73,10 @@ def clauses() -> list[Clause[Make]]:
             ("failed-section-ends", "a section that raises ends too", _raises),
             ("section-before-steps", "a section outside of steps leaves no step behind", _early),
             ("section-limit", "a section is no hang within its own limit", _section),
+            ("long-call", "a section may be a single call, within its own limit", _long_call),
             ("section-hang", "a section that goes on beyond its limit is a hang", _section_hang),
             ("limit-after-section", "after a section the step's limit holds again", _after),
+            ("learned-limits", "where all steps take long, the limit grows with them", _learned),
             ("close-ends-watch", "after close no step's limit holds", _close),
             ("beat-after-close", "beat after close begins again", _again),
             ("frozen-watcher", "nothing blocks while the watcher stands still", _frozen),
@@ -157,6 +164,16 @@ def _section(watched: Watched) -> None:
     assert not watched.silent_for(half), "the end of a section is no sign of life"
 
 
+def _long_call(watched: Watched) -> None:
+    watched.heartbeat.beat(7)
+    long = watched.section_limit_s / 2
+    with watched.heartbeat.section("eval"):
+        assert not watched.silent_for(long, in_call=True), (
+            f"a call of {long:g} s in a section whose limit is {watched.section_limit_s:g} s was "
+            f"called a hang (a step's limit is {watched.step_limit_s:g} s)"
+        )
+
+
 def _section_hang(watched: Watched) -> None:
     watched.heartbeat.beat(7)
     with watched.heartbeat.section("eval"):
@@ -171,6 +188,15 @@ def _after(watched: Watched) -> None:
         pass
     assert watched.silent_for(2 * watched.step_limit_s), (
         "a silence over the step's limit is no hang after a section"
+    )
+
+
+def _learned(watched: Watched) -> None:
+    limit, usual = watched.step_limit_s, 0.75 * watched.step_limit_s
+    assert not watched.train(usual), f"steps of {usual:g} s are hangs, and the limit is {limit:g} s"
+    watched.heartbeat.beat(1000)
+    assert not watched.silent_for(2 * limit), (
+        f"{2 * limit:g} s were called a hang after {STEPS} steps of {usual:g} s"
     )
 
 
@@ -197,12 +223,12 @@ def _again(watched: Watched) -> None:
 
 
 def _frozen(watched: Watched) -> None:
-    watched.freeze()
+    watched.stop(gone=False)
     _use(watched.heartbeat)
 
 
 def _lost(watched: Watched) -> None:
-    watched.vanish()
+    watched.stop(gone=True)
     _use(watched.heartbeat)
 
 

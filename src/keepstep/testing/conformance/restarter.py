@@ -200,6 +200,7 @@ def clauses() -> list[Clause[Runs]]:
         Clause("survivors-keep-process", "who was not killed keeps its process", _survivors),
         Clause("wrong-use", "wrong use ends the run with 64, without a restart", _wrong_use),
         Clause("repeated-exit", "an exit that comes again ends with keepstep's code", _exits),
+        Clause("threads-live", "no thread of a rank ends with an exception", _threads),
         Clause("nothing-left", "no process is left when a run has ended", _nothing_left),
     ]
 
@@ -349,6 +350,12 @@ def _exits(runs: Runs) -> None:
     )
     fired = sum(one.kind == "fault" for one in outcome.records)
     outcome.must(fired == 2, f"the script left {fired} times, and one restart was allowed")
+
+
+def _threads(runs: Runs) -> None:
+    runs.exceptions()
+    for name, outcome in runs.all().items():
+        outcome.must("Exception in thread " not in outcome.said, f"a thread died in the run {name}")
 
 
 def _nothing_left(runs: Runs) -> None:
