@@ -1,4 +1,4 @@
-"""Daemons that ranks start by a double fork belong to their rank, whatever happens to the others."""
+"""Daemons that ranks start by a double fork belong to their rank, whatever others do."""
 
 from __future__ import annotations
 

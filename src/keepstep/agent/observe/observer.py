@@ -77,12 +77,7 @@ class Observer:
         self._tails = Tails(console.show)
         self._log = LauncherLog(launcher_log(spec))
         self._health = HealthWatch(checks, self._waiter.wake)
-        floor = spec.config.heartbeat.min_limit_s
-        self._watch = HangWatch[Occupant](
-            lambda phase: bounds(phase, limits, in_process=in_process, floor_s=floor),
-            spec.run_dir,
-            _TICK_S,
-        )
+        self._watch = _hang_watch(spec, limits, in_process=in_process)
         self._beats = Beats(limits, in_process=in_process)
         self._state = State(
             world=spec.world if node == 0 else spec.nproc,
@@ -102,11 +97,7 @@ class Observer:
         try:
             self._helpers = Helpers(spec, command, environ, self._boards.paths, store_host)
         except BaseException:
-            self._boards.close()
-            self._waiter.close()
-            self._files.close()
-            if self._far is not None:
-                self._far.close()
+            self._never_ran()
             raise
         self._seats = Seats(
             spec,
@@ -167,6 +158,13 @@ class Observer:
         if finding.action == "replace_node":
             text = f"this node is unhealthy: {finding.check}: {finding.detail}"
             self._finish(ExitCode.NODE_UNHEALTHY, text)
+
+    def _never_ran(self) -> None:
+        self._boards.close()
+        self._waiter.close()
+        self._files.close()
+        if self._far is not None:
+            self._far.close()
 
     def _close(self) -> None:
         self._seats.close()
@@ -364,6 +362,15 @@ class Observer:
         for line in self._log.last_lines:
             self._console.show(2, f"[launcher] {line}")
         return JobEnd(exit_code=int(exit_code), reason=text, graceful=True)
+
+
+def _hang_watch(spec: Launch, limits: NvrxLimits, *, in_process: bool) -> HangWatch[Occupant]:
+    floor = spec.config.heartbeat.min_limit_s
+    return HangWatch[Occupant](
+        lambda phase: bounds(phase, limits, in_process=in_process, floor_s=floor),
+        spec.run_dir,
+        _TICK_S,
+    )
 
 
 def _numbered(spec: Launch) -> Launch:
