@@ -80,6 +80,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=int,
         help="another seed for the second run: shows how different weights are reported",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("native", "nvrx"),
+        default="native",
+        help="whose mechanisms both runs use (nvrx: pip install 'keepstep[nvrx]')",
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep both run folders in DIR")
     args = parser.parse_args(arguments)
     if args.nproc < 2:
@@ -92,12 +98,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return args
 
 
+def first_limit(engine: str) -> str:
+    """The setting that ends a skipped collective: NVRx interrupts a step that takes too long, and a
+    collective's own limit must be above that."""
+    return "nvrx.soft_limit_s" if engine == "nvrx" else "restart.pg_timeout_s"
+
+
 def command(args: argparse.Namespace, run_dir: Path, seed: int, faults: list[Planned]) -> list[str]:
     """``keepstep run`` as a user would call it."""
     script = Path(sys.executable).with_name("keepstep")
     program = [str(script)] if script.exists() else [sys.executable, "-c", _ENTRY]
     limits = [
-        *("--set", f"restart.pg_timeout_s={COLLECTIVE_LIMIT_S}"),
+        *("--engine", args.engine),
+        *("--set", f"{first_limit(args.engine)}={COLLECTIVE_LIMIT_S}"),
         *("--set", f"heartbeat.min_limit_s={PROGRESS_LIMIT_S}"),
     ]
     injected = [f"--fault={fault.kind}@{fault.step}:{fault.rank}" for fault in faults]
@@ -275,8 +288,9 @@ def demonstrate(args: argparse.Namespace, root: Path) -> int:
     say("demo: 2. the same with four faults:")
     for fault in faults:
         say(f"demo:    {fault.kind}: at step {fault.step} rank {fault.rank} {fault.what}")
+    first = "a step" if args.engine == "nvrx" else "a collective"
     say(
-        f"demo:    limits: a collective {COLLECTIVE_LIMIT_S} s (restart.pg_timeout_s); without "
+        f"demo:    limits: {first} {COLLECTIVE_LIMIT_S} s ({first_limit(args.engine)}); without "
         f"progress {PROGRESS_LIMIT_S} s\n"
         "demo:    (heartbeat.min_limit_s), or longer if the steps so far took long\n"
         f"demo:    a checkpoint each {SAVE_EVERY} steps"

@@ -58,8 +58,8 @@ def start(*arguments: str, folder: Path | None = None) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str]) -> Outcome:
-    out, err = process.communicate(timeout=LIMIT_S)
+def ended(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Outcome:
+    out, err = process.communicate(timeout=limit_s)
     return Outcome(process.returncode, out, err)
 
 
@@ -145,6 +145,17 @@ def test_different_weights_are_shown_and_end_the_demo_with_1(both: Both) -> None
     assert first != second
     assert "demo: FAILED: the weights differ" in done.out
     assert "faults were found" not in done.out
+
+
+@pytest.mark.training
+@pytest.mark.needs("nvrx")
+@pytest.mark.timeout(240)
+def test_the_demo_on_nvrxs_mechanisms(tmp_path: Path) -> None:
+    done = ended(start(*SMALL, "--engine", "nvrx", folder=tmp_path), 220.0)
+    assert done.exit_code == 0, done.out + done.err
+    assert "Final weights  EQUAL" in done.out
+    levels = {kind: done.row(kind)[3] for kind in ("desync", "exception", "kill")}
+    assert levels == {"desync": "rerun", "exception": "rerun", "kill": "respawn"}
 
 
 @pytest.mark.process

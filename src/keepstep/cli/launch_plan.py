@@ -19,6 +19,8 @@ from keepstep.config.load import environment_name, load
 from keepstep.errors import UsageError
 from keepstep.faults.plan import FaultPlan
 
+_PYNVML = "ignore:The pynvml package is deprecated"
+"""NVRx installs pynvml, and torch warns of that in every process that imports it."""
 Mode = Literal["script", "module", "program"]
 
 FAULTS_VARIABLE = "KEEPSTEP_FAULTS"
@@ -367,7 +369,11 @@ def _rank_environment(environ: Mapping[str, str], nproc: int, parts: Parts) -> d
         added |= IN_PROCESS
     if nproc > 1:
         added["OMP_NUM_THREADS"] = "1"
-    return added | dict(environ)
+    result = added | dict(environ)
+    if parts.any_nvrx:
+        given = result.get("PYTHONWARNINGS", "")
+        result["PYTHONWARNINGS"] = f"{given},{_PYNVML}" if given else _PYNVML
+    return result
 
 
 def _texts(value: object) -> list[str]:
