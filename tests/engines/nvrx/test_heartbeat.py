@@ -163,7 +163,8 @@ def test_a_frozen_monitor_holds_up_nobody(tmp_path: Path, client: Client) -> Non
             pass
         assert board.step == 199
         client.free.set()
-        client.wait_for("close section")
+        client.wait_for("beat", 2)
+        assert "open section" not in client.calls, "a section that is over is not told"
         assert client.calls.count("beat") < 20, "waiting heartbeats are one"
 
 
@@ -209,6 +210,20 @@ def test_outside_steps_heartbeats_go_on(phase: Phase, tmp_path: Path, client: Cl
         beats._runtime.enter(phase)
         client.wait_for("beat", 4)
         assert call.pings >= 3
+
+
+def test_outside_steps_they_end_with_the_limit_of_the_start(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rank(tmp_path) as (beats, _):
+        client.wait_for("init")
+        monkeypatch.setattr(beats, "_limits", dataclasses.replace(beats._limits, ft_initial=0.0))
+        beats._runtime.enter(Phase.SCRIPT)
+        client.wait_for("beat")
+        beats._enter()  # a whole turn of the thread later ...
+        client.wait_for("open section")
+        assert client.calls.count("beat") <= 2  # ... nothing more than that was sent
+        beats._leave()
 
 
 def test_a_section_that_a_restart_cut_off_is_closed(tmp_path: Path, client: Client) -> None:

@@ -3,7 +3,8 @@
 The training thread only notes what it does, here or on its board; a thread of its own talks to
 NVRx's rank monitor, so a monitor that is frozen or gone holds up nobody. What the training thread
 does not note is not sent: a hung rank falls silent. Outside steps, where nothing says how long a
-script may take, and while a rank waits for the others, heartbeats go on. NVRx wants to know the
+script may take, and while a rank waits for the others, heartbeats go on, up to
+``heartbeat.start_limit_s``. NVRx wants to know the
 names of all sections when the launcher starts, so every section of a script is NVRx's section
 ``section``; inside it heartbeats go on, up to ``heartbeat.section_limit_s``, since NVRx holds a
 rank to both limits at once.
@@ -149,7 +150,10 @@ class NvrxHeartbeat:
             self._depth -= 1
             if self._depth == 0:
                 self._section_until = 0.0
-                self._wishes.append("close")
+                if self._wishes[-1:] == ["open"]:
+                    self._wishes.pop()  # nobody was told: the monitor is slow, or it was short
+                else:
+                    self._wishes.append("close")
                 self._changed.notify()
         self._beat_at = 0.0  # what comes next is no interval between two steps
         self._ping()
@@ -224,7 +228,10 @@ class NvrxHeartbeat:
         board = self._runtime.board
         moved = board.last_progress != self._seen_progress
         self._seen_progress = board.last_progress
-        if inside or moved or board.phase in _UNLIMITED:
+        outside = board.phase in _UNLIMITED and (
+            SYSTEM.mono() - board.last_progress < self._limits.ft_initial
+        )
+        if inside or moved or outside:
             self._ping()
             if "beat" not in wishes:
                 wishes.append("beat")
