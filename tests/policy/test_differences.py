@@ -20,7 +20,10 @@ def clauses(**parts: str) -> list[str]:
         ({"checkpoint": "nvrx"}, []),
         ({"name": "nvrx"}, ["survivors-keep-process", "learned-limits", "long-call"]),
         ({"launcher": "nvrx"}, ["restart-in-process", "survivors-keep-process"]),
-        ({"restart": "nvrx"}, ["learned-limits", "long-call"]),
+        (
+            {"restart": "nvrx"},
+            ["survivors-keep-process", "restarts-in-table", "learned-limits", "long-call"],
+        ),
     ],
 )
 def test_only_what_the_chosen_parts_cannot_do_is_named(

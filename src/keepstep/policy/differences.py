@@ -47,11 +47,27 @@ _NO_RESTART = (
 )
 
 
+_RESTART_ONLY = (
+    Difference(
+        clause="survivors-keep-process",
+        text="after a hard fault (a process ended or frozen) keepstep's launcher restarts every "
+        "rank, since they do not meet through it",
+    ),
+    Difference(
+        clause="restarts-in-table",
+        text="restarts that NVRx does inside the processes are in the ranks' events, not in the "
+        "table of faults (a fault that they answered is shown as missed)",
+    ),
+)
+
+
 def differences(parts: Parts) -> list[Difference]:
     """The clauses that a run with ``parts`` does not keep; none for a native one."""
     found: list[Difference] = []
     if parts.launcher == "nvrx":
         found += _LAUNCHER if parts.restart == "nvrx" else _NO_RESTART + _LAUNCHER
+    elif parts.restart == "nvrx":
+        found += _RESTART_ONLY
     if parts.restart == "nvrx":
         found += _RESTART
     return found

@@ -86,7 +86,7 @@ def decide(
     if stop is not None:
         return stop
     if not in_process:
-        why = "the script does not use keepstep.run, so all processes are replaced"
+        why = "no rank meets the others through keepstep.run, so all processes are replaced"
         return Decision(level="respawn", reason=why)
     if failure.dead:
         why = f"{_named(failure.dead)} cannot go on in the same process"

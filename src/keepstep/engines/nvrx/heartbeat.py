@@ -22,7 +22,7 @@ from typing import Any
 
 from keepstep.clock import SYSTEM
 from keepstep.config import env
-from keepstep.engines.nvrx import library
+from keepstep.engines.nvrx import library, waking
 from keepstep.policy.nvrx_limits import NvrxLimits
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Phase
@@ -231,6 +231,8 @@ class NvrxHeartbeat:
         outside = board.phase in _UNLIMITED and (
             SYSTEM.mono() - board.last_progress < self._limits.ft_initial
         )
+        if inside:
+            waking.wake()  # NVRx's own time stamp needs Python code to run in the main thread
         if inside or moved or outside:
             self._ping()
             if "beat" not in wishes:

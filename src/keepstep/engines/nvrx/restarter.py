@@ -4,24 +4,22 @@ The Wrapper by itself would go on with fewer ranks after a death. Here it never 
 is not whole ends the process, and the launcher starts all ranks again. NVRx's own abort frees no
 rank that is blocked in gloo, so ours is used; its store is the one outside the ranks. NVRx unwinds
 the main thread by an asynchronous exception, which waits until the interpreter runs Python code
-there: a rank that sleeps would be ended after the hard limit. Signals let it run some.
+there: a rank that sleeps would be ended after the hard limit. Signals let it run some (``waking``).
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
 
-from keepstep.engines.nvrx import library
+from keepstep.engines.nvrx import library, waking
 from keepstep.engines.nvrx.meeting import OutsideStore
 from keepstep.engines.nvrx.rounds import Rounds
 from keepstep.health import GpuPresence, MemoryAvailable, run_all
@@ -32,7 +30,6 @@ from keepstep.wire.types import World
 
 T = TypeVar("T")
 _MIN_MEMORY_BYTES = 64 << 20
-_WAKE_SIGNAL = signal.SIGRTMIN + 4
 
 
 class AttemptFailed(Exception):
@@ -83,7 +80,7 @@ class NvrxRestarter:
         # NVRx gives its CallWrapper to the parameter that is annotated with the class itself.
         turn.__annotations__ = {"call": self._names.CallWrapper}
         wrapper = self._wrapper()
-        before = signal.signal(_WAKE_SIGNAL, _awake)
+        waking.install()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="logging not initialized")
             try:
@@ -93,7 +90,6 @@ class NvrxRestarter:
                 sys.exit(1)
             finally:
                 self._left.set()
-                signal.signal(_WAKE_SIGNAL, before)
         self._rounds.leave()
         return cast(T, result)
 
@@ -129,11 +125,9 @@ class NvrxRestarter:
         threading.Thread(target=self._urge, name="keepstep-urge", daemon=True).start()
 
     def _urge(self) -> None:
-        """Signal the main thread while it has not left the attempt."""
-        main = threading.main_thread().ident
+        """Wake the main thread while it has not left the attempt."""
         while not self._left.wait(self._runtime.config.restart.signal_after_s):
-            if main is not None:
-                signal.pthread_kill(main, _WAKE_SIGNAL)
+            waking.wake()
 
     def _whole(self, world_size: int) -> None:
         """The start of a turn: go on only with every rank.
@@ -201,7 +195,3 @@ class NvrxRestarter:
             # every rank unhealthy, and none would ever restart.
             wrapper.restart_health_check = wrapper.health_check
         return wrapper
-
-
-def _awake(number: int, frame: FrameType | None) -> None:
-    """Nothing to do: that Python code runs here lets NVRx's exception in."""
