@@ -199,7 +199,8 @@ class Failures:
         """Find the cause, and decide whether the run goes on."""
         state = self._state
         joined = [rank for rank, one in state.members.items() if one.joined > episode.round]
-        accounted = {*joined, *state.changed(episode.pids)}
+        gone = [r for r in state.changed(episode.pids) if not state.members[r].unsure]
+        accounted = {*joined, *gone}
         settings = state.config.restart
         found = episode.settle(state.world, accounted, now, settings.settle_s, force=force)
         if found is None:

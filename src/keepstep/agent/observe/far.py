@@ -15,7 +15,7 @@ from keepstep.agent.launch_spec import Launch
 from keepstep.agent.observe import others
 from keepstep.agent.observe.others import Others, Told
 from keepstep.agent.observe.rounds import Rounds
-from keepstep.agent.observe.seats import Ended, Gone, Occupant, Seen, Started
+from keepstep.agent.observe.seats import Ended, Occupant, Seen, Started
 from keepstep.agent.observe.seats import Told as Event
 from keepstep.agent.observe.state import State
 from keepstep.clock import SYSTEM
@@ -66,7 +66,7 @@ class FarNodes:
             case Event(who, event):
                 if self._matters(who, event, now):
                     self._others.tell(others.Heard(event=event))
-            case Gone(who) | Ended(who, _, _):
+            case Ended(who, _, _):  # after the evidence, so that node 0 does not decide without
                 self._others.tell(others.Over(rank=who.rank))
 
     def _matters(self, who: Occupant, event: events.Event, now: float) -> bool:

@@ -78,7 +78,7 @@ class Rounds:
         """A process ended; how it ended comes later, by ``ended``."""
         member = self._member(who)
         if member is not None:
-            member.lives = False
+            member.lives, member.unsure = False, True
             self.progress(now)
 
     def ended(self, who: Occupant, code: int, seen: bool, now: float) -> None:
@@ -99,7 +99,7 @@ class Rounds:
         self._emit(exited, rank=who.rank, step=who.step, round=number)
         if member is None:
             return
-        member.lives = False
+        member.lives = member.unsure = False
         self.failures.acted(now)
         reported = self.failures.episode is not None and member.told
         if code and not by_launcher and not (reported and code > 0):

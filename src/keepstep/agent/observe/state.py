@@ -31,6 +31,8 @@ class Member:
     who: Occupant
     since: float
     lives: bool = True
+    unsure: bool = False
+    """It has ended, and how is not known yet."""
     joined: int = 0
     """Newest round that it joined; 0: none."""
     stepped: bool = False
