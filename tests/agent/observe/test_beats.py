@@ -33,7 +33,7 @@ def board() -> Iterator[shm.Board]:
 
 def test_the_limit_is_the_one_of_who_acts_first() -> None:
     assert limit_of(Phase.STEP, _LIMITS, in_process=True) == 20.0
-    assert limit_of(Phase.SAVE, _LIMITS, in_process=True) == 20.0
+    assert limit_of(Phase.SAVE, _LIMITS, in_process=True) == _LIMITS.ft_section
     assert limit_of(Phase.STEP, _LIMITS, in_process=False) == _LIMITS.ft_heartbeat > 20.0
     assert limit_of(Phase.SECTION, _LIMITS, in_process=True) == _LIMITS.ft_section
     assert limit_of(Phase.LOAD, _LIMITS, in_process=True) == _LIMITS.ft_initial

@@ -12,10 +12,12 @@ import pytest
 from keepstep import events as ev
 from keepstep.agent.observe.far import FarNodes
 from keepstep.agent.observe.helpers import Boards
+from keepstep.agent.observe.observer import numbered
 from keepstep.agent.observe.rounds import Rounds
 from keepstep.agent.observe.seats import Ended, Occupant, Started, Told
 from keepstep.agent.observe.state import State
 from keepstep.clock import SYSTEM
+from keepstep.errors import UsageError
 from keepstep.events import Event, EventData
 from keepstep.shm import Phase
 from keepstep.wire.messages import Evidence, JobEnd, Notice, Stalled
@@ -268,3 +270,34 @@ def test_a_commit_on_another_node_is_progress_and_said_everywhere(
         "node 0 has said so",
     )
     assert zero.state.committed == 7
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_node_that_hears_of_no_other_ends_the_run_with_the_reason(
+    number: int, tmp_path: Path
+) -> None:
+    alone = _Node(tmp_path, number)
+    alone.start(101)
+    alone.join(1)
+    now = SYSTEM.mono()
+    for later_s, ended in ((0.0, False), (80.0, False), (91.0, True)):
+        alone.far.take(alone.rounds, now + later_s)
+        assert alone.state.over is ended
+    [end] = [one for one in alone.rounds.take() if isinstance(one, JobEnd)]
+    assert end.exit_code == 64
+    assert f"nothing is heard of node {1 - number} in {tmp_path}" in end.reason
+    assert "one run folder on shared storage" in end.reason
+    alone.close()
+
+
+def test_a_node_of_several_has_a_number_from_the_flag_or_from_kubernetes(tmp_path: Path) -> None:
+    def of(environ: dict[str, str], rank: int | None = None) -> int | None:
+        spec = launch_of(folder=tmp_path, nnodes=2, node_rank=rank, environ=environ)
+        return numbered(spec).node_rank
+
+    assert of({}, rank=1) == 1
+    assert of({"JOB_COMPLETION_INDEX": "1"}) == 1
+    for index in ({}, {"JOB_COMPLETION_INDEX": "2"}, {"JOB_COMPLETION_INDEX": "x"}):
+        with pytest.raises(UsageError, match="one of 2 nodes, and its number is not known"):
+            of(index)
+    assert numbered(launch_of(folder=tmp_path)).node_rank is None

@@ -15,7 +15,8 @@ _STACK_S = 0.35
 """A rank hangs, to the observer, a tenth of the launcher's limit before that acts, and by the time
 earlier that a stack needs to be written."""
 _UNLIMITED = (Phase.PARKED, Phase.WAIT)
-_AS_STEP = (Phase.STEP, Phase.SAVE)
+_AS_SECTION = (Phase.SECTION, Phase.SAVE)
+_NOT_LEARNED = (Phase.STEP, Phase.SAVE)
 
 
 def limit_of(phase: Phase, limits: NvrxLimits, *, in_process: bool) -> float:
@@ -24,9 +25,9 @@ def limit_of(phase: Phase, limits: NvrxLimits, *, in_process: bool) -> float:
     Args:
         in_process: Whether NVRx's in-process restart watches the rank too.
     """
-    if phase in _AS_STEP:
+    if phase is Phase.STEP:
         return limits.soft if in_process else limits.ft_heartbeat
-    return limits.ft_section if phase is Phase.SECTION else limits.ft_initial
+    return limits.ft_section if phase in _AS_SECTION else limits.ft_initial
 
 
 def bounds(
@@ -34,11 +35,12 @@ def bounds(
 ) -> tuple[float, float]:
     """Bounds of the observer's own limit in ``phase``; see ``agent.hangs.Bounds``.
 
-    A step has the launcher's limit, a little earlier, and nothing is learned. Other phases learn.
+    A step and a save have the launcher's limit, a little earlier, and nothing is learned. Other
+    phases learn.
     """
     limit = limit_of(phase, limits, in_process=in_process)
     bound = max(limit / 2, _EARLY * limit - _STACK_S)
-    return (bound if phase in _AS_STEP else min(floor_s, bound), bound)
+    return (bound if phase in _NOT_LEARNED else min(floor_s, bound), bound)
 
 
 @dataclass(slots=True)

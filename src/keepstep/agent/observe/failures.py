@@ -6,12 +6,12 @@ and what it did is written down. Only "stop" is ours.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from keepstep import events, policy
 from keepstep.agent.observe.episode import Episode
+from keepstep.agent.observe.seats import Occupant
 from keepstep.agent.observe.state import Hang, State, cause_event
 from keepstep.errors import ExitCode
 from keepstep.wire.messages import Evidence, Stalled
@@ -34,6 +34,19 @@ class Emit(Protocol):
         t: float | None = None,
     ) -> None:
         """Record ``data``."""
+
+
+class _Standing(NamedTuple):
+    """How a rank looked when somebody stood still, when, and its progress mark then."""
+
+    seen: Evidence
+    at: float
+    mark: float
+
+    def holds(self, who: Occupant, now: float) -> bool:
+        """Whether it still looks so, as far as is known."""
+        same = (self.seen.inc, self.mark) == (who.inc, who.progress)
+        return same and now - self.at <= self.seen.limit_s
 
 
 Forward = Callable[[policy.Report, str, float], None]
@@ -60,7 +73,7 @@ class Failures:
         self._emit = emit
         self._hard_s = hard_s
         self._forward = forward
-        self._standing: dict[int, tuple[float, Evidence]] = {}
+        self._standing: dict[int, _Standing] = {}
         self._history: list[policy.Record] = []
         self.episode: Episode | None = None
         """The failure that the next round is to answer; None while all is well."""
@@ -147,15 +160,18 @@ class Failures:
         """All that is known of how ranks stand still now; nothing until other nodes say how theirs
         do, since who hangs is seen from the others only."""
         state = self._state
-        self._standing |= {seen.rank: (now, seen) for seen in stalled.ranks}
+        for seen in stalled.ranks:
+            if seen.rank in state.members:
+                mark = state.members[seen.rank].who.progress
+                self._standing[seen.rank] = _Standing(seen, now, mark)
         current: list[Evidence] = []
         for rank, one in state.members.items():
-            at, seen = self._standing.get(rank, (-math.inf, None))
             if not one.lives:
                 continue
-            if seen is not None and seen.inc == one.who.inc and now - at <= seen.limit_s:
-                current.append(seen)
-            elif one.who.far:
+            standing = self._standing.get(rank)
+            if standing is not None and standing.holds(one.who, now):
+                current.append(standing.seen)
+            elif state.several:
                 return []
         return current
 

@@ -92,7 +92,7 @@ class FarNodes:
 
     def stalled(self, stalled: Stalled) -> None:
         """Somebody on this node stands still."""
-        if not self._state.decides:
+        if self._state.running and not self._state.decides:
             self._others.tell(others.Standing(ranks=stalled.ranks))
 
     def went_on(self, ranks: list[int]) -> None:

@@ -65,7 +65,7 @@ class Observer:
         checks: list[HealthCheck],
         store_host: str = STORE_HOST,
     ) -> None:
-        self._spec = spec = _numbered(spec)
+        self._spec = spec = numbered(spec)
         self._console = console
         node, in_process = spec.node_rank or 0, spec.config.engine.parts.restart == "nvrx"
         name = f"agent-{node}-{int(SYSTEM.wall())}-{os.getpid()}.jsonl"
@@ -373,7 +373,7 @@ def _hang_watch(spec: Launch, limits: NvrxLimits, *, in_process: bool) -> HangWa
     )
 
 
-def _numbered(spec: Launch) -> Launch:
+def numbered(spec: Launch) -> Launch:
     """``spec`` with this node's number.
 
     Raises:
