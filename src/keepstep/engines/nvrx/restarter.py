@@ -58,6 +58,8 @@ class NvrxRestarter:
         self._names = library.inprocess()
         self._call: Any = None
         self._left = threading.Event()
+        self._ended_by: BaseException | None = None
+        """What the attempt ended with; its frames hold the old model."""
 
     def run(self, attempt: Callable[[World], T]) -> T:
         """Call ``attempt`` once a turn of the Wrapper until every rank's has returned.
@@ -97,12 +99,13 @@ class NvrxRestarter:
         try:
             return self._rounds.run(attempt)
         except self._names.RankShouldRestart as interruption:
-            drop(interruption)
+            self._ended_by = interruption
             raise
         except Exception as error:  # noqa: BLE001 - reported already
-            about = repr(error)
-            drop(error)
-            raise AttemptFailed(f"rank {self._runtime.start.rank}: {about}") from None
+            # Nothing long here: until NVRx's exception has come it may come anywhere, and one that
+            # comes inside a callback (of a weak reference, while garbage is collected) is lost.
+            self._ended_by = error
+            raise AttemptFailed(f"rank {self._runtime.start.rank}: {error!r}") from None
         finally:
             self._left.set()
 
@@ -123,6 +126,12 @@ class NvrxRestarter:
         """NVRx's monitor thread: free the main thread, wherever it is blocked."""
         self._rounds.abort()
         threading.Thread(target=self._urge, name="keepstep-urge", daemon=True).start()
+
+    def _unwound(self) -> None:
+        """The main thread, after the attempt; NVRx raises nothing any more."""
+        ended_by, self._ended_by = self._ended_by, None
+        drop(ended_by)
+        self._rounds.leave()
 
     def _urge(self) -> None:
         """Wake the main thread while it has not left the attempt."""
@@ -172,7 +181,7 @@ class NvrxRestarter:
             store_kwargs=self._rounds.turn.store_arguments(),
             initialize=hook(names.Initialize, lambda state: self._whole(state.world_size)),
             abort=hook(names.Abort, lambda state: self._abort()),
-            finalize=hook(names.Finalize, lambda state: self._rounds.leave()),
+            finalize=hook(names.Finalize, lambda state: self._unwound()),
             health_check=names.Compose(
                 names.CudaHealthCheck(seconds(limits.soft)),
                 hook(names.HealthCheck, lambda state: self._healthy()),
