@@ -162,8 +162,8 @@ class Board:
         return incarnation
 
     @property
-    def stop_step(self) -> int:
-        """The step after which the rank is to stop (0: none)."""
+    def stop_signal(self) -> int:
+        """Number of the signal that asks the rank to stop (0: none)."""
         return self._get_int(_Word.STOP)
 
     def put_line(self, line: bytes) -> bool:
@@ -265,9 +265,9 @@ class Board:
         """Which process in a row has the board (0: the first); only after ``pid`` is set."""
         return max(0, self._get_int(_Word.INC) - 1)
 
-    def ask_stop(self, step: int) -> None:
-        """The rank is to stop after ``step``; ``stop_step`` tells it."""
-        self._put_int(_Word.STOP, step)
+    def ask_stop(self, number: int) -> None:
+        """Signal ``number`` asks the rank to stop; ``stop_signal`` tells it."""
+        self._put_int(_Word.STOP, number)
 
     def take_lines(self) -> list[bytes]:
         """Take all complete lines out of the ring."""

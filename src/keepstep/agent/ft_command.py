@@ -30,7 +30,6 @@ IN_PROCESS: Mapping[str, str] = {
 }
 """What NVRx's in-process restart needs of the ranks' environment."""
 _NODE_NUMBERS = ("CROSS_SLURM_PROCID", "SLURM_PROCID", "GROUP_RANK")
-_INDEX = "JOB_COMPLETION_INDEX"
 _SINCE_0_6 = (0, 6)
 _ONLY_0_5 = (0, 5)
 
@@ -92,8 +91,9 @@ def ft_command(
 def _rendezvous(spec: Launch) -> str:
     seconds = max(1, round(spec.config.restart.join_limit_s))  # whole ones only
     given = [f"join_timeout={seconds}"]
-    if spec.rdzv_is_host is not None:
-        given.append(f"is_host={str(spec.rdzv_is_host).lower()}")
+    # Without it nobody hosts where the endpoint is an address that the host's name does not give.
+    if spec.nnodes > 1 and spec.hosts_rendezvous is not None:
+        given.append(f"is_host={str(spec.hosts_rendezvous).lower()}")
     return ",".join(given)
 
 
@@ -162,8 +162,4 @@ def contradictions(spec: Launch) -> list[str]:
 
 def _node_number(spec: Launch) -> str:
     """This node's number; empty where only the rendezvous can tell."""
-    if spec.nnodes == 1:
-        return "0"
-    if spec.node_rank is not None:
-        return str(spec.node_rank)
-    return spec.environ.get(_INDEX, "")
+    return "" if spec.number is None else str(spec.number)

@@ -12,6 +12,8 @@ from typing import Literal
 
 from keepstep.config import Config
 
+INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
+"""Environment variable: the pod's number in an Indexed Job of Kubernetes."""
 TORCHRUN_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """Signals that torchrun handles unless it is told otherwise."""
 
@@ -72,3 +74,20 @@ class Launch:
     def world(self) -> int:
         """Ranks of the whole job."""
         return self.nproc * self.nnodes
+
+    @property
+    def number(self) -> int | None:
+        """This node's number; None where only the launcher's rendezvous can tell."""
+        if self.nnodes == 1:
+            return 0
+        if self.node_rank is not None:
+            return self.node_rank
+        index = self.environ.get(INDEX_VARIABLE, "")
+        return int(index) if index.isdecimal() else None
+
+    @property
+    def hosts_rendezvous(self) -> bool | None:
+        """Whether this node hosts what the nodes meet through; None: the host's name tells."""
+        if self.rdzv_is_host is not None:
+            return self.rdzv_is_host
+        return None if self.number is None else self.number == 0

@@ -116,14 +116,14 @@ class FakeRank:
     def _stop_after(self, step: int) -> int:
         """The step to stop after, 0: none. Nobody is more than a step ahead of the others."""
         agreed = self.place / "stop"
-        if self.runtime.board.stop_step and not agreed.exists():
+        if self.runtime.board.stop_signal and not agreed.exists():
             own = self.place / f"stop-{self.rank}"
             own.write_text(str(step + 2))
             with contextlib.suppress(FileExistsError):
                 os.link(own, agreed)
         if not agreed.exists():
             return 0
-        if self.runtime.board.stop_step == 0 and self.runtime.start.local_rank == 0:
+        if self.runtime.board.stop_signal == 0 and self.runtime.start.local_rank == 0:
             self.runtime.recorder.emit(events.StopNotice(signal="SIGTERM"))
         return int(agreed.read_text())
 

@@ -33,7 +33,9 @@ class _Run:
         self.now = 1000.0
         self.told: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self.state = State(world=world, config=config, decides=decides)
-        self.rounds = Rounds(self.state, self._emit, kill_after_s=_KILL_AFTER_S, hard_s=10.0)
+        self.rounds = Rounds(
+            self.state, self._emit, kill_after_s=_KILL_AFTER_S, hard_s=10.0, silent_s=3.0
+        )
         self.boards = []
         for _ in range(world):
             fd = shm.create()
@@ -313,6 +315,24 @@ def test_a_sigkill_is_the_launcher_s_only_when_sigterm_had_its_time(
     run.pass_time(after_s)
     run.end(0, -9)
     assert [d.get("by_us", False) for d in run.data("rank.exit")] == [False, by_launcher]
+
+
+@pytest.mark.parametrize(
+    ("phase", "silent_s", "cause"),
+    [
+        (Phase.STEP, 2.9, "killed"),
+        (Phase.STEP, 3.1, "hang"),
+        (Phase.LOAD, 3.1, "killed"),  # loading has no limit that the launcher keeps
+    ],
+)
+def test_a_rank_killed_after_a_long_silence_in_a_step_was_ended_for_it(
+    run: _Run, phase: Phase, silent_s: float, cause: str
+) -> None:
+    run.enter(1, phase)
+    run.pass_time(silent_s)
+    run.end(1, -9)
+    assert [found for found, _, _ in run.causes] == [cause]
+    assert run.causes[0][1] == 1
 
 
 def test_a_restart_that_nobody_explains_has_no_known_cause(run: _Run) -> None:

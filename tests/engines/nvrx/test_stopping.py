@@ -25,7 +25,7 @@ class _Board:
     """What the agreement reads and writes of a board."""
 
     def __init__(self) -> None:
-        self.step = self.stop_step = 0
+        self.step = self.stop_signal = 0
 
 
 class _Runtime:
@@ -76,7 +76,7 @@ class _Rank:
         for step in range(first, last + 1):
             self.progress.begin_step(step)
             if step == self._ask_at:
-                self.runtime.board.stop_step = 15
+                self.runtime.board.stop_signal = 15
             self._barrier.wait(_LIMIT_S)
             self.progress.end_step(step, None)
             self.done = step
@@ -145,7 +145,7 @@ def test_a_wish_of_a_round_that_failed_is_not_one_of_the_next(store: str) -> Non
     barrier = threading.Barrier(WORLD)
     ranks = [_Rank(rank, store, barrier, ask_at=5 * (rank == 1)) for rank in range(WORLD)]
     _to_the_end(ranks)
-    ranks[1].runtime.board.stop_step = ranks[1]._ask_at = 0  # another process has the board now
+    ranks[1].runtime.board.stop_signal = ranks[1]._ask_at = 0  # another process has the board now
     for rank in ranks:
         rank.again(2, 3, 30)
     _to_the_end(ranks)

@@ -16,13 +16,13 @@ from keepstep import linux, shm
 from keepstep.agent.environment import importable, node_suffix
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.observe.launcher_log import launcher_log
+from keepstep.agent.store_host import MODULE as STORE_HOST
+from keepstep.agent.store_host import StoreHost, shown
 from keepstep.config.load import encode
-from keepstep.errors import UsageError
 from keepstep.wire.messages import Attach
 from keepstep.wire.types import ATTACH_VARIABLE
 
 _GUARD = "keepstep.agent.observe.guard"
-STORE_HOST = "keepstep.rank.store_host"
 _LIMIT_S = 20.0
 
 
@@ -55,24 +55,7 @@ def store_address(spec: Launch) -> tuple[str, int]:
 
 def hosts_store(spec: Launch) -> bool:
     """Whether this node hosts the store."""
-    if spec.nnodes == 1:
-        return True
-    return spec.node_rank == 0 if spec.node_rank is not None else bool(spec.rdzv_is_host)
-
-
-def _listen(spec: Launch) -> socket.socket:
-    host, port = store_address(spec)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        if family == socket.AF_INET:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise UsageError(
-            f"the store outside the ranks cannot listen at {host} port {port}: {error}",
-            done="Nothing was started",
-            advice="That is the port after the rendezvous; choose another --rdzv-endpoint",
-        ) from error
+    return spec.nnodes == 1 or bool(spec.hosts_rendezvous)
 
 
 class Helpers:
@@ -99,15 +82,13 @@ class Helpers:
         self.log = launcher_log(spec)
         self.store_log = spec.log_dir / f"store{node_suffix(spec)}.log"
         environ = importable(environ)
-        self._store: subprocess.Popen[bytes] | None = None
+        self._store: StoreHost | None = None
         host, port = store_address(spec)
+        address = shown(host, port)
         if hosts_store(spec):
-            with _listen(spec) as sock:
-                port = int(sock.getsockname()[1])
-                arguments = ["--fd", str(sock.fileno()), "--parent", str(os.getpid())]
-                self._store = _start([store_host, *arguments], environ, self.store_log, sock)
-        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.attach = _attach(spec, boards, shown)
+            self._store = StoreHost(host, port, environ, self.store_log, store_host)
+            address = self._store.address
+        self.attach = _attach(spec, boards, address)
         environ = environ | {ATTACH_VARIABLE: self.attach}
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -138,10 +119,7 @@ class Helpers:
     @property
     def store_lost(self) -> str:
         """How the store's host ended; empty while it lives."""
-        code = self._store.poll() if self._store is not None else None
-        if code is None:
-            return ""
-        return f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+        return "" if self._store is None else self._store.lost
 
     def kill(self) -> None:
         """SIGKILL the launcher and all that it started."""
@@ -152,10 +130,11 @@ class Helpers:
         self.sock.close()  # the guard ends the launcher now, if it still lives
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(_LIMIT_S)
-        for process in (self._guard, self._store):
-            if process is not None and process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
+        if self._guard.poll() is None:
+            self._guard.send_signal(signal.SIGKILL)
+            self._guard.wait()
+        if self._store is not None:
+            self._store.close()
         linux.end_children(keep=self._not_ours, limit_s=_LIMIT_S)
 
 

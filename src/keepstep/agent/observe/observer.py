@@ -20,12 +20,13 @@ from keepstep.agent.launch_spec import Launch
 from keepstep.agent.observe.beats import Beats, bounds
 from keepstep.agent.observe.failures import nobody
 from keepstep.agent.observe.far import FarNodes
-from keepstep.agent.observe.helpers import STORE_HOST, Boards, Helpers
+from keepstep.agent.observe.helpers import Boards, Helpers
 from keepstep.agent.observe.launcher_log import LauncherLog, launcher_log
 from keepstep.agent.observe.rounds import Rounds
 from keepstep.agent.observe.seats import Ended, Gone, Occupant, Seats, Seen, Started, Told
 from keepstep.agent.observe.state import State
 from keepstep.agent.observe.waiter import Waiter
+from keepstep.agent.store_host import MODULE as STORE_HOST
 from keepstep.agent.tail import Tails
 from keepstep.clock import SYSTEM
 from keepstep.errors import ExitCode, UsageError
@@ -39,7 +40,6 @@ _RANKS_S = 0.2
 """From the signal that stops the launcher until the ranks are killed."""
 _ALL_S = 5.0
 """From that signal until whatever is left is killed."""
-_INDEX = "JOB_COMPLETION_INDEX"
 """Kubernetes' number of this pod in an indexed job."""
 
 
@@ -91,6 +91,7 @@ class Observer:
             self.recorder.emit,
             kill_after_s=limits.termination_grace,
             hard_s=limits.hard - limits.soft + limits.termination_grace,
+            silent_s=limits.soft,
             forward=self._far.failed if self._far is not None else nobody,
         )
         self._boards = Boards(spec.nproc)
@@ -379,11 +380,10 @@ def numbered(spec: Launch) -> Launch:
     Raises:
         UsageError: it is one of several, and nobody said which.
     """
-    if spec.nnodes == 1 or spec.node_rank is not None:
+    if spec.nnodes == 1:
         return spec
-    index = spec.environ.get(_INDEX, "")
-    if index.isdecimal() and int(index) < spec.nnodes:
-        return dataclasses.replace(spec, node_rank=int(index))
+    if spec.number is not None and spec.number < spec.nnodes:
+        return dataclasses.replace(spec, node_rank=spec.number)
     raise UsageError(
         f"this is one of {spec.nnodes} nodes, and its number is not known",
         done="Nothing was started",

@@ -6,6 +6,7 @@ comes in with the time, notices go out.
 
 from __future__ import annotations
 
+import math
 import signal
 
 import msgspec
@@ -17,6 +18,7 @@ from keepstep.agent.observe.seats import Occupant
 from keepstep.agent.observe.state import Forming, Member, State
 from keepstep.errors import ExitCode
 from keepstep.events import Event
+from keepstep.shm import Phase
 from keepstep.wire.messages import JobEnd, Notice
 
 _SLACK = 0.9
@@ -29,6 +31,7 @@ class Rounds:
         state: What is known of the run. emit: writes an event.
         kill_after_s: How long the launcher waits from SIGTERM to SIGKILL.
         hard_s: How long after it has acted on a hang it may end the rank.
+        silent_s: A rank killed after so long a silence was ended for it.
         forward: Gets each report too; for a node that does not decide.
     """
 
@@ -39,11 +42,13 @@ class Rounds:
         *,
         kill_after_s: float,
         hard_s: float = 0.0,
+        silent_s: float = math.inf,
         forward: Forward = nobody,
     ) -> None:
         self._state = state
         self._emit = emit
         self._kill_after_s = kill_after_s
+        self._silent_s = silent_s
         self.failures = Failures(state, emit, hard_s=hard_s, forward=forward)
         self._begun = 0
         self._resume = 0
@@ -105,9 +110,20 @@ class Rounds:
         if code and not by_launcher and not (reported and code > 0):
             fresh = not member.joined
             report = ended_report(who.rank, code, oom=who.oom, step=who.step, fresh=fresh, now=now)
+            report = self._or_hang(report, who, now)
             self._look_ready(force=True)
             self.failures.add(report, "", now)
         self.progress(now)
+
+    def _or_hang(self, report: policy.Report, who: Occupant, now: float) -> policy.Report:
+        """A rank that was frozen for longer than the launcher allows was ended by it, also where
+        that came before we judged: the two look at the same limit."""
+        silent = now - who.progress
+        stepping = who.phase is Phase.STEP and not who.far
+        if report.kind != "killed" or not stepping or silent < self._silent_s:
+            return report
+        what = f"no progress for {silent:.1f} s, then ended by signal {-report.code}"
+        return policy.Report(rank=who.rank, t=who.progress, kind="hang", step=who.step, error=what)
 
     def failed_far(self, report: policy.Report, stack: str, now: float, t: float) -> None:
         """Another node reports a failure, of which it knew at ``t`` (wall time)."""

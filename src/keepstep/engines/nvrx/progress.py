@@ -44,7 +44,7 @@ class AttachedProgress:
         """Whether the run stops after ``step``; once asked, waits until all ranks agree."""
         stopping = self._stopping
         if not stopping.asked:
-            number = self._runtime.board.stop_step
+            number = self._runtime.board.stop_signal
             if not number:
                 return False
             stopping.ask(number)

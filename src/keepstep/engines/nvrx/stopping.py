@@ -110,5 +110,5 @@ class StopAgreement:
     def _say_notice(self, name: str) -> None:
         """Tell the watching process of a node that was not asked itself."""
         runtime = self._runtime
-        if not runtime.board.stop_step and runtime.start.local_rank == 0:
+        if not runtime.board.stop_signal and runtime.start.local_rank == 0:
             runtime.recorder.emit(events.StopNotice(signal=name))
