@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from keepstep import shm
 from keepstep.config import Config, EngineSettings
 from keepstep.engines import choose
 from keepstep.engines.native import NativeEngine
 from keepstep.engines.standalone import StandaloneEngine
 from keepstep.rank.runtime import Runtime
 from tests.engines.fakes import FakeRuntime
+from tests.rank.starts import start
 
 
 def test_a_plain_script_gets_the_engine_without_launcher() -> None:
@@ -33,7 +36,13 @@ def test_who_restarts_decides_which_engine_a_rank_gets(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     config = dataclasses.replace(Config(), engine=settings)
-    engine = choose(config, cast(Runtime, FakeRuntime(tmp_path)))
+    fd = shm.create()
+    board = shm.Board(fd)
+    os.close(fd)
+    runtime = Runtime(start(tmp_path), config, None, board)  # type: ignore[arg-type]
+    engine = choose(config, runtime)
+    engine.close()
+    board.close()
     assert type(engine).__name__ == "NvrxEngine"
     assert isinstance(choose(config, None), StandaloneEngine), "nobody restarts a plain script"
 
