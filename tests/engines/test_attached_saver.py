@@ -336,3 +336,72 @@ def test_the_native_launcher_can_have_nvrx_save_and_does_not_wait_for_what_ranks
     engine.close()
     assert rank.writers[1].closed == [True]
     assert asked == ["torch", "torch"]
+
+
+# --- the engine's own state, failures in a row, and what a restart leaves -------------------------
+
+
+class _Learned:
+    """What an engine has learned."""
+
+    def __init__(self, longest: int = 0) -> None:
+        self.longest = longest
+
+    def state_dict(self) -> dict[str, object]:
+        return {"longest": self.longest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.longest = state["longest"]
+
+
+def _with(rank: _Rank, learned: _Learned | None) -> AttachedSaver:
+    extra = {} if learned is None else {"limits": learned}
+    return AttachedSaver(cast(Runtime, rank.runtime), _WORLD, rank.make, extra=extra)
+
+
+def test_what_the_engine_has_learned_goes_with_the_checkpoint_and_nobody_else_needs_it(
+    rank: _Rank,
+) -> None:
+    first = _with(rank, _Learned(7))
+    first.save({"w": torch.ones(2)}, 5)
+    first.finish(1.0)
+    first.close()
+    learned, found = _Learned(), torch.zeros(2)
+    again = _with(rank, learned)
+    assert again.load({"w": found}) == 5
+    assert learned.longest == 7
+    again.close()
+    other = _with(rank, None)  # an engine that has no such state
+    assert other.load({"w": found}) == 5
+    other.save({"w": torch.ones(2)}, 6)
+    other.finish(1.0)
+    other.close()
+    fresh = _Learned(3)
+    back = _with(rank, fresh)  # a checkpoint that has none
+    assert back.load({"w": found}) == 6
+    assert fresh.longest == 3
+    back.close()
+
+
+def test_too_many_failed_saves_in_a_row_end_the_run(rank: _Rank) -> None:
+    checkpoint = dataclasses.replace(rank.runtime.config.checkpoint, max_failures=1)
+    rank.runtime.config = dataclasses.replace(rank.runtime.config, checkpoint=checkpoint)
+    saver = rank.saver()
+    saver.save({"w": torch.ones(2)}, 1).wait(1.0)
+    rank.writers[0].broken = {2, 4, 5}
+    for step in (2, 3):  # one that works starts the count anew
+        saver.save({"w": torch.ones(2)}, step)
+    saver.finish(1.0)
+    for step in (4, 5):
+        saver.save({"w": torch.ones(2)}, step)
+    with pytest.raises(SaveFailed, match="broken at 5"):
+        saver.save({"w": torch.ones(2)}, 6)
+    saver.close(abort=True)
+
+
+def test_without_other_ranks_a_save_that_a_restart_left_is_dropped(rank: _Rank) -> None:
+    saver = rank.saver()
+    pending = saver.save({"w": torch.ones(2)}, 1)
+    saver.leave(1.0)
+    assert not pending.done(), "there is no process group in which the ranks could agree"
+    assert rank.writers[0].closed == [True]
