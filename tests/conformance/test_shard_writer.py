@@ -51,7 +51,13 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=lambda engine: engine.name)
+def _param(engine: Engine) -> object:
+    """The second of NVRx's two ways to write is part of the long matrices."""
+    marks = [pytest.mark.full] if engine.name == "nvrx-dcp" else []
+    return pytest.param(engine, marks=marks, id=engine.name)
+
+
+@pytest.fixture(scope="module", params=[_param(engine) for engine in ENGINES])
 def results(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

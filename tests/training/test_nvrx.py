@@ -15,7 +15,13 @@ import pytest
 from keepstep.goodput.report import build, to_json
 from tests.training.train import EVERY, Outcome, train
 
-ENGINE = ("--engine", "nvrx", "--set", "nvrx.soft_limit_s=3", "--set", "heartbeat.min_limit_s=2")
+
+def engine(world: int) -> tuple[str, ...]:
+    """Flags; NVRx's writers start one interpreter a rank, which takes a small machine's time."""
+    limits = (f"nvrx.soft_limit_s={1.5 * world}", "heartbeat.min_limit_s=2")
+    return ("--engine", "nvrx", *(part for limit in limits for part in ("--set", limit)))
+
+
 SOFT = ("exception", "desync", "hang")
 """What NVRx's in-process restart ends without a new process."""
 CAUSE = {
@@ -59,8 +65,14 @@ def check(kind: str, rank: int, step: int, fault: dict[str, object]) -> None:
     assert isinstance(fault["detect_s"], float) and isinstance(fault["recover_s"], float)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("group", "world"),
+    [
+        *((group, 2) for group in GROUPS),
+        *(("soft", 4), ("ends", 4)),
+        pytest.param("frozen", 4, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.needs("nvrx", "root", "cgroup_memory")
 def test_weights_equal_the_native_runs_after_every_fault(
     group: str, world: int, tmp_path: Path, undisturbed: Outcome
@@ -70,7 +82,7 @@ def test_weights_equal_the_native_runs_after_every_fault(
         wanted = [(kind, 3 * (place % 2)) for place, kind in enumerate(GROUPS[group])]
     planned = [(kind, rank, 4 * place + 3) for place, (kind, rank) in enumerate(wanted)]
     faults = [f"{kind}@{step}:{rank}" for kind, rank, step in planned]
-    found = train(tmp_path, world, faults, flags=ENGINE)
+    found = train(tmp_path, world, faults, flags=engine(world))
     assert len(found.faults) == len(planned), found.faults
     for (kind, rank, step), fault in zip(planned, found.faults, strict=True):
         check(kind, rank, step, fault)
@@ -84,7 +96,7 @@ def test_weights_equal_the_native_runs_after_every_fault(
 def test_every_fault_alone_on_every_rank(
     kind: str, world: int, rank: int, tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    found = train(tmp_path, world, [f"{kind}@13:{rank}"], flags=ENGINE)
+    found = train(tmp_path, world, [f"{kind}@13:{rank}"], flags=engine(world))
     [fault] = found.faults
     check(kind, rank, 13, fault)
     assert found.digest == undisturbed.digest
@@ -121,7 +133,7 @@ def test_each_part_can_be_nvrxs_alone(
 def test_the_report_of_an_nvrx_run_is_like_any_other(
     world: int, tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    found = train(tmp_path, world, ["exception@8:1"], flags=ENGINE)
+    found = train(tmp_path, world, ["exception@8:1"], flags=engine(world))
     native = to_json(build(next(_runs(tmp_path))))
     assert found.digest == undisturbed.digest
     assert native["engine"] == "nvrx"

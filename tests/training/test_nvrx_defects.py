@@ -62,6 +62,7 @@ def _run(script: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", SEEN)
 def test_a_defect_is_reproduced(script: str) -> None:
     done = _run(script)
@@ -70,6 +71,7 @@ def test_a_defect_is_reproduced(script: str) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", ONLY_NEWER)
 def test_a_defect_of_newer_releases_is_not_seen_in_this_one(script: str) -> None:
     done = _run(script)

@@ -16,6 +16,7 @@ from keepstep.wire.messages import (
     TO_RANK,
     TO_WRITER,
     TO_ZYGOTE,
+    Attach,
     Evidence,
     Go,
     Join,
@@ -83,7 +84,8 @@ def test_every_message_of_a_direction_arrives_as_it_was_sent(name: str, directio
 def test_every_message_goes_in_some_direction() -> None:
     used = {kind for direction in DIRECTIONS.values() for kind in members(direction)}
     only_inside_others = {Evidence}
-    assert set(all_messages()) == used | only_inside_others
+    in_the_environment = {Attach}
+    assert set(all_messages()) == used | only_inside_others | in_the_environment
 
 
 def test_a_message_of_the_wrong_direction_is_refused() -> None:

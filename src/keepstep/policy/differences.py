@@ -36,7 +36,7 @@ _RESTART = (
 _LAUNCHER = (
     Difference(
         clause="survivors-keep-process",
-        text="after a hard fault (a process ended or frozen) NVRx's launcher restarts every rank",
+        text="after a hard fault (a process ended or frozen) the launcher restarts every rank",
     ),
 )
 _NO_RESTART = (
@@ -48,11 +48,7 @@ _NO_RESTART = (
 
 
 _RESTART_ONLY = (
-    Difference(
-        clause="survivors-keep-process",
-        text="after a hard fault (a process ended or frozen) keepstep's launcher restarts every "
-        "rank, since they do not meet through it",
-    ),
+    *_LAUNCHER,
     Difference(
         clause="restarts-in-table",
         text="restarts that NVRx does inside the processes are in the ranks' events, not in the "

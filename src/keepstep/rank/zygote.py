@@ -189,6 +189,8 @@ class Zygote:
                 continue
             if linux.owner(pid) in self._children or linux.mapped(pid, shm.NAME) & boards:
                 continue
+            if linux.is_tracker(pid):
+                continue  # it cleans up after the rank, and ends by itself
             if linux.ending(pid):
                 continue  # killing it would end a daemon that it leaves in its session
             linux.kill_tree(pid)
