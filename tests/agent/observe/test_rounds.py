@@ -467,3 +467,14 @@ def test_what_the_launcher_did_not_recover_from_is_the_last_failure(run: _Run) -
 def test_a_launcher_that_ends_without_any_failure_is_explained_by_nothing(run: _Run) -> None:
     assert run.rounds.failures.gave_up(run.now) is None
     assert run.causes == []
+
+
+def test_a_hang_that_only_the_next_round_answers_began_before_it(run: _Run) -> None:
+    run.stall(5.0, 5.0)
+    run.join(2)  # NVRx freed the ranks so fast that none of them told a failure
+    (begun,) = run.heads("restart.begin")
+    ready = [head["t"] for head in run.heads("round.ready") if head["round"] == 2]
+    begins = [head["t"] for head in run.heads("round.begin") if head["round"] == 2]
+    assert begun["t"] is not None and begun["round"] == 1
+    assert all(begun["t"] < t for t in (*begins, *ready))
+    assert run.causes == [("hang", 1, "rerun")]

@@ -179,12 +179,13 @@ class Failures:
         """``rank`` goes on."""
         self._standing.pop(rank, None)
 
-    def acted(self, now: float) -> None:
-        """The launcher or a rank does something: hangs that lasted until now are failures."""
+    def acted(self, now: float, *, t: float | None = None) -> None:
+        """The launcher or a rank does something: hangs that lasted until now are failures; ``t`` is
+        the wall time at which it did, where not now."""
         for member in list(self._state.members.values()):
             hang = member.hang
             if hang is not None and not member.went_on:
-                self.add(hang.report, hang.stack, now)
+                self.add(hang.report, hang.stack, now, t=t)
 
     # --- deciding ---------------------------------------------------------------------------------
 

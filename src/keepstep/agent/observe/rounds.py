@@ -21,6 +21,7 @@ from keepstep.events import Event
 from keepstep.shm import Phase
 from keepstep.wire.messages import JobEnd, Notice
 
+_BEFORE_S = 1e-3
 _SLACK = 0.9
 
 
@@ -171,7 +172,7 @@ class Rounds:
 
     def _add_silent(self, rank: int, step: int, now: float, t: float | None = None) -> None:
         """The launcher begins anew: because of a rank that hangs, or nobody has said why."""
-        self.failures.acted(now)
+        self.failures.acted(now, t=t)
         if self.failures.episode is None:
             self.failures.add(silent_report(rank, step, now), "", now, t=t)
 
@@ -215,7 +216,8 @@ class Rounds:
         state.adopted = member.who.adopted = True
         self._look_ready(force=True)  # the round before, if all had joined it
         if state.running:
-            self._add_silent(member.who.rank, member.who.step, now, event.t)
+            # What is answered now came before: reports read the order of facts from times.
+            self._add_silent(member.who.rank, member.who.step, now, event.t - _BEFORE_S)
         forming = state.forming
         if forming is None or number > forming.number:
             self._begin_round(number, "restart" if state.round else "the run starts", event.t)
