@@ -147,6 +147,7 @@ def test_different_weights_are_shown_and_end_the_demo_with_1(both: Both) -> None
     assert "faults were found" not in done.out
 
 
+@pytest.mark.full
 @pytest.mark.training
 @pytest.mark.needs("nvrx")
 @pytest.mark.timeout(240)
