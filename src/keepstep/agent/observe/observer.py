@@ -86,14 +86,7 @@ class Observer:
             several=spec.nnodes > 1,
         )
         self._far = FarNodes(spec, self._state) if spec.nnodes > 1 else None
-        self._rounds = Rounds(
-            self._state,
-            self.recorder.emit,
-            kill_after_s=limits.termination_grace,
-            hard_s=limits.hard - limits.soft + limits.termination_grace,
-            silent_s=limits.soft,
-            forward=self._far.failed if self._far is not None else nobody,
-        )
+        self._rounds = self._new_rounds(limits)
         self._boards = Boards(spec.nproc)
         try:
             self._helpers = Helpers(spec, command, environ, self._boards.paths, store_host)
@@ -117,6 +110,16 @@ class Observer:
         self._hurry = False
         self.failed_later: list[int] = []
         """Always empty: this launcher waits for every rank."""
+
+    def _new_rounds(self, limits: NvrxLimits) -> Rounds:
+        return Rounds(
+            self._state,
+            self.recorder.emit,
+            kill_after_s=limits.termination_grace,
+            hard_s=limits.hard - limits.soft + limits.termination_grace,
+            silent_s=limits.soft,
+            forward=self._far.failed if self._far is not None else nobody,
+        )
 
     # --- life -------------------------------------------------------------------------------------
 
