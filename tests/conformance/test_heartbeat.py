@@ -18,6 +18,8 @@ from tests.conformance.nvrx_heartbeat import COMBINED, LAUNCHER, Monitors
 from tests.conformance.nvrx_heartbeat import heartbeat as nvrx_heartbeat
 from tests.helpers.needs import needs
 
+pytestmark = pytest.mark.process
+
 
 @dataclass(frozen=True)
 class Engine:

@@ -17,6 +17,8 @@ from keepstep.ports import Heartbeat
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Phase
 
+pytestmark = pytest.mark.process
+
 WORLD = 3
 _LIMIT_S = 60.0
 
