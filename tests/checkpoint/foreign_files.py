@@ -22,6 +22,40 @@ from tests.checkpoint.shards import FixedClock
 
 Span = tuple[int, int]
 ROWS = torch.contiguous_format
+FOLDER = "step-00000001"
+KINDS: list[Layout] = ["torch", "dcp"]
+
+
+def state(fill: float = 1.0) -> dict[str, Any]:
+    """Tensors of several kinds, and values."""
+    return {
+        "w": torch.arange(12.0).reshape(3, 4) * fill,
+        "d": {
+            "zero": torch.tensor(5.5) * fill,
+            "none": torch.empty(0, 3),
+            "half": (torch.arange(7.0) * fill).to(torch.bfloat16),
+            "turned": torch.arange(6.0).reshape(2, 3).T * fill,
+            "bool": torch.tensor([True, False]),
+            "lr": 0.5 * fill,
+            "order": (1, b"x", None),
+        },
+    }
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Values and every element of every tensor."""
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_equal(found[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), key
+        else:
+            assert found[key] == value, key
+
+
+def file_of(kind: Layout, rank: int = 0) -> str:
+    """Name of a rank's file."""
+    return layout.torch_name(rank) if kind == "torch" else f"__{rank}_0.distcp"
 
 
 def content(tensor: torch.Tensor) -> bytes:

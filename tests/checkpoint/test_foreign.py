@@ -15,47 +15,12 @@ from hypothesis import strategies as st
 
 from keepstep.checkpoint import catalog, foreign, layout, manifest, typed_json
 from keepstep.checkpoint.commit import commit
-from keepstep.checkpoint.manifest import Layout
 from keepstep.checkpoint.verify import verify
 from keepstep.checkpoint.writer import claim_folder
 from keepstep.errors import CheckpointCorrupt, SaveFailed
-from tests.checkpoint.foreign_files import save, seal
+from tests.checkpoint.foreign_files import FOLDER, save, seal, state
 from tests.checkpoint.shards import FixedClock
 from tests.checkpoint.torch_worlds import version
-
-FOLDER = "step-00000001"
-KINDS: list[Layout] = ["torch", "dcp"]
-
-
-def state(fill: float = 1.0) -> dict[str, Any]:
-    """Tensors of several kinds, and values."""
-    return {
-        "w": torch.arange(12.0).reshape(3, 4) * fill,
-        "d": {
-            "zero": torch.tensor(5.5) * fill,
-            "none": torch.empty(0, 3),
-            "half": (torch.arange(7.0) * fill).to(torch.bfloat16),
-            "turned": torch.arange(6.0).reshape(2, 3).T * fill,
-            "bool": torch.tensor([True, False]),
-            "lr": 0.5 * fill,
-            "order": (1, b"x", None),
-        },
-    }
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for key, value in expected.items():
-        if isinstance(value, dict):
-            assert_equal(found[key], value)
-        elif isinstance(value, torch.Tensor):
-            assert torch.equal(found[key], value), key
-        else:
-            assert found[key] == value, key
-
-
-def file_of(kind: Layout, rank: int = 0) -> str:
-    return layout.torch_name(rank) if kind == "torch" else f"__{rank}_0.distcp"
-
 
 # Sealing -----------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ import pytest
 from keepstep import shm
 from keepstep.clock import SYSTEM
 from keepstep.config import Config, EngineSettings, HeartbeatSettings, NvrxSettings
-from keepstep.engines.nvrx.heartbeat import SECTION, SOCKET_VARIABLE, NvrxHeartbeat
-from keepstep.policy.nvrx_limits import NvrxLimits, nvrx_limits
+from keepstep.engines.nvrx.heartbeat import SOCKET_VARIABLE, NvrxHeartbeat
+from keepstep.policy.nvrx_limits import SECTION, NvrxLimits, nvrx_limits
 from keepstep.ports import Heartbeat
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Board, Phase

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.job import Job
-from tests.training.train import EVERY, STEPS, Outcome, train
+from tests.training.train import EVERY, STEPS, Outcome, train, undisturbed_run
 
 HANGS = ("--set", "heartbeat.min_limit_s=2")
 TIME_OUT = ("--set", "restart.pg_timeout_s=2")
@@ -36,18 +36,11 @@ GROUPS = {
     "desync": (("desync",), TIME_OUT),
 }
 
-_undisturbed: dict[int, Outcome] = {}
-
 
 @pytest.fixture
-def undisturbed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Outcome:
+def undisturbed(world: int) -> Outcome:
     """The run without faults at the test's world size; made once."""
-    world = int(request.node.callspec.params["world"])
-    if world not in _undisturbed:
-        _undisturbed[world] = train(tmp_path_factory.mktemp(f"undisturbed{world}"), world)
-    return _undisturbed[world]
+    return undisturbed_run(world)
 
 
 def _check(kind: str, rank: int, step: int, fault: dict[str, object]) -> None:

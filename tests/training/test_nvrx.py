@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.goodput.report import build, to_json
-from tests.training.train import EVERY, Outcome, train
+from tests.training.train import EVERY, Outcome, train, undisturbed_run
 
 
 def engine(world: int) -> tuple[str, ...]:
@@ -40,18 +40,11 @@ GROUPS = {
     "frozen": ("spin", "stop"),
 }
 
-_undisturbed: dict[int, Outcome] = {}
-
 
 @pytest.fixture
-def undisturbed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Outcome:
+def undisturbed(world: int) -> Outcome:
     """The native run without faults at the test's world size; made once."""
-    world = int(request.node.callspec.params["world"])
-    if world not in _undisturbed:
-        _undisturbed[world] = train(tmp_path_factory.mktemp(f"undisturbed{world}"), world)
-    return _undisturbed[world]
+    return undisturbed_run(world)
 
 
 def check(kind: str, rank: int, step: int, fault: dict[str, object]) -> None:

@@ -360,12 +360,6 @@ class Agent:
             return  # its exit is on the way
 
     def _say(self, notice: Notice) -> None:
-        if notice.kind == "commit":
-            self._console.committed = max(self._console.committed, notice.step)
-            return
         if notice.kind == "restart":
-            self._console.restarts += 1
             self._health.start()
-        if notice.kind == "go":
-            self._console.committed = notice.step
-        self._console.say(notice.text)
+        self._console.notice(notice)

@@ -13,6 +13,8 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 
+from keepstep.wire.messages import Notice
+
 _PLAIN_EVERY_S = 10.0
 _LIVE_EVERY_S = 0.2
 
@@ -41,6 +43,17 @@ class Console:
         self._clear()
         self._err.write(f"keepstep: {text}\n")
         self._err.flush()
+
+    def notice(self, notice: Notice) -> None:
+        """What was decided about the run: a line, and what the progress line shows from now on."""
+        if notice.kind == "commit":
+            self.committed = max(self.committed, notice.step)
+            return
+        if notice.kind == "restart":
+            self.restarts += 1
+        if notice.kind == "go":
+            self.committed = notice.step
+        self.say(notice.text)
 
     def progress(self, step: int, step_s: float, loss: float, now: float) -> None:
         """Show how far the run is; cheap to call often."""

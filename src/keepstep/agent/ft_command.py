@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from keepstep.agent.launch_spec import Launch
-from keepstep.policy.nvrx_limits import NvrxLimits
+from keepstep.policy.nvrx_limits import SECTION, NvrxLimits
 
 PROGRAM = "from nvidia_resiliency_ext.fault_tolerance.launcher import main; main()"
 """What the console script ``ft_launcher`` does, in keepstep's own Python, wherever scripts are
@@ -19,8 +19,6 @@ installed. ``-m`` would not do: NVRx's rendezvous imports the launcher's module 
 so a node that it calls unhealthy raises an exception of another class than the one the launcher
 catches, and closes the rendezvous for all nodes."""
 WORKER = "keepstep.rank.attached"
-SECTION = "section"
-"""The one section that NVRx's launcher knows; all sections of a script are this one to it."""
 UNLIMITED = 1_000_000
 """Restarts where the settings have no limit: keepstep's own policy stops the run."""
 IN_PROCESS: Mapping[str, str] = {

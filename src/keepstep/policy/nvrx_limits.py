@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from keepstep.config import Config
 from keepstep.config.rules import hard_limit_s, soft_limit_s
 
+SECTION = "section"
+"""The one section that NVRx knows; all sections of a script are this one to it. Its launcher wants
+to be told of sections when it starts."""
 _FASTEST_S = 0.1
 """How often the monitors look: often enough that a dead process is seen at once."""
 _SLOWEST_S = 1.0

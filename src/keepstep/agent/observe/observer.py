@@ -274,15 +274,9 @@ class Observer:
                 self._say_notice(one)
 
     def _say_notice(self, notice: Notice) -> None:
-        if notice.kind == "commit":
-            self._console.committed = max(self._console.committed, notice.step)
-            return
         if notice.kind == "restart":
-            self._console.restarts += 1
             self._health.start()
-        if notice.kind == "go":
-            self._console.committed = notice.step
-        self._console.say(notice.text)
+        self._console.notice(notice)
 
     # --- stopping ---------------------------------------------------------------------------------
 

@@ -23,12 +23,10 @@ from typing import Any
 from keepstep.clock import SYSTEM
 from keepstep.config import env
 from keepstep.engines.nvrx import library, waking
-from keepstep.policy.nvrx_limits import NvrxLimits
+from keepstep.policy.nvrx_limits import SECTION, NvrxLimits
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Phase
 
-SECTION = "section"
-"""NVRx's name of every section; ``ft_command`` gives it its limit."""
 SOCKET_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
 _ENOUGH = 10
 _UNLIMITED = (Phase.SCRIPT, Phase.WAIT)
