@@ -3,6 +3,8 @@
     KeepstepError
     +-- UsageError              64  wrong flag, unknown setting, script not found
     |   +-- EngineUnavailable   64  an engine's package is missing
+    |   +-- NotEnoughMemory     64  the staging of a save does not fit into memory
+    |   +-- FolderInUse         64  another job saves into the same folder
     +-- CheckpointError         65  the checkpoint that is needed cannot be used
     |   +-- CheckpointNotFound
     |   +-- CheckpointCorrupt       bytes differ from what was committed
@@ -106,6 +108,14 @@ class CheckpointNotWritable(CheckpointError):
 
 class SaveFailed(CheckpointError):
     """A save did not become durable."""
+
+
+class NotEnoughMemory(UsageError):
+    """The node, or its container, has no memory for the staging of a save."""
+
+
+class FolderInUse(UsageError):
+    """Another job, alive, saves into the same folder."""
 
 
 class InternalError(KeepstepError):

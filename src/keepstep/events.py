@@ -270,6 +270,13 @@ class CheckpointFail(EventData):
     error: str
 
 
+@_kind("checkpoint.skip")
+class CheckpointSkip(EventData):
+    """The save that was due at the step in the head was not begun; ``reason`` says why."""
+
+    reason: str
+
+
 @_kind("checkpoint.unusable")
 class CheckpointUnusable(EventData):
     """A committed checkpoint was refused while loading; the next older one is taken."""

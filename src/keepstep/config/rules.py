@@ -78,6 +78,9 @@ def _nvrx_ends_ranks(config: Config) -> bool:
 RULES: tuple[Rule, ...] = (
     _above_zero("run.grace_s", "ranks are ended before they can commit a checkpoint"),
     _at_least("checkpoint.every_steps", 0, " (0: never by count)"),
+    _at_least("checkpoint.keep_every_steps", 0, " (0: none is kept for its number)"),
+    _at_least("checkpoint.retries", 0, " (0: a refused shard is not written again)"),
+    _at_least("checkpoint.rated_mb_s", 0, " (0: not known)"),
     _at_least("checkpoint.keep_last", 1, ", or the last good checkpoint would be removed"),
     _at_least("checkpoint.max_failures", 0, " (0: the first failed save stops the run)"),
     _at_least("checkpoint.slots", 1, ", or there is nowhere to copy the state to"),

@@ -100,6 +100,24 @@ class CheckpointSettings:
     filled."""
     write_limit_s: float = 600.0
     """How long a save may stay unfinished before it counts as failed."""
+    copy: Literal["auto", "overlap", "blocking"] = "auto"
+    """How a save copies what only optimizers change: while the next step computes (``overlap``), at
+    once (``blocking``), or whichever costs less as measured in the first saves."""
+    check_copy: bool = False
+    """Hash what is copied in the background before and after: a value that something else than an
+    optimizer changed meanwhile fails the save. For debugging; costs two passes over the state."""
+    when_busy: Literal["skip", "wait"] = "skip"
+    """A save that is due while all slots are in use: ``skip`` it, or let training wait."""
+    retries: int = 2
+    """How often a shard that storage refused is written again before the save counts as failed."""
+    keep_every_steps: int = 0
+    """Checkpoints of steps that are a multiple of this are never removed; 0: none."""
+    resume_from: str = ""
+    """Checkpoint, folder of checkpoints or run folder of another run, or a DCP folder, from which a
+    run without checkpoints of its own starts."""
+    rated_mb_s: float = 0.0
+    """Rated write speed of the file system in MB/s (10^6 bytes), for the estimate of a save's time;
+    0: worked out for FSx for Lustre, else not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -151,6 +151,20 @@ class SaveResult(Message):
     error: str
 
 
+class SaveAnswer(Message):
+    """Answer to SaveAsk: ``reason`` is empty if the save may begin, else says why it is skipped."""
+
+    round: int
+    step: int
+    reason: str
+
+
+class SlotsDenied(Message):
+    """Answer to SlotWanted: the node has no memory for the slots; ``error`` says so in numbers."""
+
+    error: str
+
+
 class StoreReply(Message):
     """Answer to StoreCall ``id``; ``error`` is empty when it worked."""
 
@@ -238,6 +252,15 @@ class Staged(Message):
     t: float
 
 
+class SaveAsk(Message):
+    """May the save that is due at ``step`` of ``round`` begin? Every rank asks and all get the same
+    answer, which is taken when the first one asks."""
+
+    inc: int
+    round: int
+    step: int
+
+
 class StoreCall(Message):
     """One operation of torch's store in ``round``."""
 
@@ -267,6 +290,8 @@ class WriteShard(Message):
     root: str
     commit: bool = False
     keep_last: int = 0
+    keep_every_steps: int = 0
+    retries: int = 0
 
 
 class ShardWritten(Message):
@@ -321,7 +346,7 @@ class RankEvent(Message):
     """A rank's Join, Failed, Returned or StopAck, passed on."""
 
     rank: int
-    body: Join | Failed | Returned | StopAck
+    body: Join | Failed | Returned | StopAck | SaveAsk
 
 
 class RankDown(Message):
@@ -409,7 +434,7 @@ class ToRank(Message):
 
     rank: int
     inc: int
-    body: Go | Abort | StopAt | Finish | SaveResult | StoreReply
+    body: Go | Abort | StopAt | Finish | SaveAnswer | SaveResult | StoreReply
 
 
 class Replace(Message):
@@ -450,8 +475,20 @@ class JobEnd(Message):
 
 TO_ZYGOTE = Spawn | KillTree
 FROM_ZYGOTE = ZygoteReady | Spawned | ChildExited
-TO_RANK = Start | Go | Abort | StopAt | Finish | SlotGrant | SlotFree | SaveResult | StoreReply
-FROM_RANK = Hello | Join | Failed | Returned | StopAck | SlotWanted | Staged | StoreCall
+TO_RANK = (
+    Start
+    | Go
+    | Abort
+    | StopAt
+    | Finish
+    | SlotGrant
+    | SlotsDenied
+    | SlotFree
+    | SaveAnswer
+    | SaveResult
+    | StoreReply
+)
+FROM_RANK = Hello | Join | Failed | Returned | StopAck | SlotWanted | Staged | SaveAsk | StoreCall
 TO_WRITER = WriteShard
 FROM_WRITER = ShardWritten | ShardFailed | Committed
 TO_COORDINATOR = (

@@ -101,7 +101,11 @@ class NvrxHeartbeat:
         self._ended = False
         self._seen_progress = runtime.board.last_progress
         self._client: Any = None
+        self._client_class: Any = None
         self._monitored = bool(env.read(SOCKET_VARIABLE))
+        if self._monitored:
+            # Here and not in the thread: the main thread goes on with other imports of NVRx.
+            self._reached(self._load)
         self._thread = threading.Thread(target=self._serve, name="keepstep-ft", daemon=True)
         self._thread.start()
 
@@ -202,8 +206,11 @@ class NvrxHeartbeat:
             with contextlib.suppress(Exception):
                 self._client.shutdown_workload_monitoring()
 
+    def _load(self) -> None:
+        self._client_class = library.rank_monitor_client()
+
     def _connect(self) -> None:
-        self._client = library.rank_monitor_client()()
+        self._client = self._client_class()
         self._client.init_workload_monitoring()
 
     def _reached(self, act: Callable[[], None]) -> None:

@@ -2,7 +2,9 @@
 
 Only calls that exist from 0.4.1 to 0.7 and on main are used. NVRx has no type annotations that a
 checker could follow, so its names are ``Any`` here. Each group is imported when it is first asked
-for: the checkpointing part needs numpy, the others do not.
+for: the checkpointing part needs numpy, the others do not. One thread imports at a time: NVRx's
+modules import each other in circles, and where two threads meet in one Python raises
+``_DeadlockError`` in one of them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ from keepstep.errors import EngineUnavailable
 PACKAGE = "nvidia-resiliency-ext"
 OLDEST = (0, 4, 1)
 _ROOT = "nvidia_resiliency_ext"
+_IMPORTS = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ def _name(module: str, name: str) -> Any:
     """``name`` of NVRx's ``module``, which is imported if it was not."""
     found = version()
     try:
-        return getattr(importlib.import_module(f"{_ROOT}.{module}"), name)
+        with _IMPORTS:
+            return getattr(importlib.import_module(f"{_ROOT}.{module}"), name)
     except ImportError as error:
         raise EngineUnavailable(
             f"{PACKAGE} {found} cannot be imported: {error}",
