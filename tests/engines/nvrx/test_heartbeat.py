@@ -16,6 +16,7 @@ from keepstep import shm
 from keepstep.config import Config, HeartbeatSettings
 from keepstep.engines.nvrx import heartbeat, library
 from keepstep.engines.nvrx.heartbeat import LearnedLimit, NvrxHeartbeat
+from keepstep.errors import EngineUnavailable
 from keepstep.policy.nvrx_limits import nvrx_limits
 from keepstep.ports import Heartbeat
 from keepstep.rank.runtime import Runtime
@@ -178,6 +179,35 @@ def test_a_monitor_that_is_gone_is_told_once_and_training_goes_on(
         client.wait_for("beat")
         beats.beat(2)
         assert board.step == 2
+    assert capsys.readouterr().err.count("NVRx's rank monitor is lost") == 1
+
+
+def test_nvrx_is_imported_by_the_thread_that_imports_the_rest_of_it(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing: list[threading.Thread] = []
+
+    def load() -> Any:
+        importing.append(threading.current_thread())
+        return lambda: client
+
+    monkeypatch.setattr(library, "rank_monitor_client", load)
+    with rank(tmp_path):
+        client.wait_for("init")
+    assert importing == [threading.current_thread()]
+
+
+def test_an_nvrx_without_the_client_is_told_and_training_goes_on(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def load() -> Any:
+        raise EngineUnavailable("it does not fit")
+
+    monkeypatch.setattr(library, "rank_monitor_client", load)
+    with rank(tmp_path) as (beats, board):
+        beats.beat(1)
+        assert board.step == 1
+    assert client.calls == []
     assert capsys.readouterr().err.count("NVRx's rank monitor is lost") == 1
 
 

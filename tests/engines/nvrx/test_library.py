@@ -9,6 +9,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -315,6 +316,33 @@ def test_a_package_without_a_name_that_is_needed_is_an_error_that_names_it(
     with pytest.raises(EngineUnavailable, match="ShiftRanks") as caught:
         library.inprocess()
     assert "0.4.1 to 0.7" in str(caught.value)
+
+
+def test_an_import_of_a_part_by_another_thread_waits_for_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other thread would hold the lock of the part and wait for the package, which needs the
+    # part: Python ends such a circle by an error in one of the two.
+    folder = tmp_path / "circle" / "package"
+    folder.mkdir(parents=True)
+    (folder / "part.py").write_text("Part = object()\n")
+    (folder / "__init__.py").write_text(
+        "from keepstep.engines.nvrx import library\n"
+        "library.other.start()\n"
+        "library.other.join(0.3)  # it is waiting by now\n"
+        "from circle.package.part import Part\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(library, "_ROOT", "circle")
+    found: list[object] = []
+    other = threading.Thread(target=lambda: found.append(library._name("package.part", "Part")))
+    monkeypatch.setattr(library, "other", other, raising=False)
+    try:
+        found.append(library._name("package", "Part"))
+    finally:
+        other.join()
+    assert len(found) == 2
+    assert found[0] is found[1]
 
 
 def _run(code: str) -> list[str]:
