@@ -326,17 +326,22 @@ def test_an_import_of_a_part_by_another_thread_waits_for_the_whole(
     folder = tmp_path / "circle" / "package"
     folder.mkdir(parents=True)
     (folder / "part.py").write_text("Part = object()\n")
-    (folder / "__init__.py").write_text(
-        "from keepstep.engines.nvrx import library\n"
-        "library.other.start()\n"
-        "library.other.join(0.3)  # it is waiting by now\n"
-        "from circle.package.part import Part\n"
-    )
+    (folder / "__init__.py").write_text("from circle.package.part import Part\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(library, "_ROOT", "circle")
     found: list[object] = []
     other = threading.Thread(target=lambda: found.append(library._name("package.part", "Part")))
-    monkeypatch.setattr(library, "other", other, raising=False)
+
+    class Finder:
+        """Finds nothing; while the package is looked for, the other thread comes along."""
+
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> None:
+            if name == "circle.package" and other.ident is None:
+                other.start()
+                other.join(0.3)  # it is waiting by now
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     try:
         found.append(library._name("package", "Part"))
     finally:
