@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -332,14 +334,21 @@ def test_an_import_of_a_part_by_another_thread_waits_for_the_whole(
     found: list[object] = []
     other = threading.Thread(target=lambda: found.append(library._name("package.part", "Part")))
 
-    class Finder:
-        """Finds nothing; while the package is looked for, the other thread comes along."""
+    class Loader(importlib.machinery.SourceFileLoader):
+        def create_module(self, spec: object) -> None:
+            """The package is about to be made: the other thread comes along."""
+            other.start()
+            other.join(0.3)  # it is waiting by now
 
+    class Finder:
         @staticmethod
-        def find_spec(name: str, path: object, target: object = None) -> None:
-            if name == "circle.package" and other.ident is None:
-                other.start()
-                other.join(0.3)  # it is waiting by now
+        def find_spec(name: str, path: object, target: object = None) -> Any:
+            if name != "circle.package":
+                return None
+            loader = Loader(name, str(folder / "__init__.py"))
+            return importlib.util.spec_from_file_location(
+                name, loader.path, loader=loader, submodule_search_locations=[str(folder)]
+            )
 
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     try:
