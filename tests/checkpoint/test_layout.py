@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -93,3 +96,71 @@ def test_publish_never_replaces_a_file_and_leaves_no_temporary_one(tmp_path: Pat
         layout.publish(path, b"second")
     assert path.read_bytes() == b"first"
     assert [entry.name for entry in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def _refused(number: int) -> Callable[..., None]:
+    def refuse(*paths: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EMLINK])
+def test_publish_does_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(os, "link", _refused(number))
+    path = tmp_path / "manifest.json"
+    layout.publish(path, b"first")
+    with pytest.raises(FileExistsError):
+        layout.publish(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
+def test_publish_does_without_renaming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(os, "link", _refused(errno.ENOSYS))
+    monkeypatch.setattr(Path, "replace", _refused(number))
+    path = tmp_path / "manifest.json"
+    layout.publish(path, b"first")
+    with pytest.raises(FileExistsError):
+        layout.publish(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOSPC])
+def test_a_publish_that_storage_fails_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(os, "link", _refused(errno.EPERM))
+    monkeypatch.setattr(Path, "replace", _refused(number))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        layout.publish(tmp_path / "manifest.json", b"first")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_that_was_made_though_the_answer_said_it_exists_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def twice(source: Path, path: Path) -> None:
+        link(source, path)
+        link(source, path)
+
+    monkeypatch.setattr(os, "link", twice)
+    layout.publish(tmp_path / "manifest.json", b"first")
+    assert (tmp_path / "manifest.json").read_bytes() == b"first"
+
+
+def test_an_empty_file_is_a_name_that_was_taken_and_never_published(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    assert not layout.is_published(path)
+    path.touch()
+    assert not layout.is_published(path)
+    path.write_bytes(b"x")
+    assert layout.is_published(path)

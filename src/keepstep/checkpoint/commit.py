@@ -22,7 +22,11 @@ def missing_receipts(root: Path, folder: str, world: int) -> list[int]:
         names = set(os.listdir(root / folder))
     except FileNotFoundError:
         names = set()
-    return [rank for rank in range(world) if layout.receipt_name(rank) not in names]
+    missing = [rank for rank in range(world) if layout.receipt_name(rank) not in names]
+    if missing:
+        return missing
+    path = root / folder
+    return [r for r in range(world) if not layout.is_published(path / layout.receipt_name(r))]
 
 
 def commit(root: Path, folder: str, version: Version, clock: Clock = SYSTEM) -> Manifest:
@@ -71,10 +75,9 @@ def commit(root: Path, folder: str, version: Version, clock: Clock = SYSTEM) -> 
 def _published(path: Path, version: Version) -> Manifest | None:
     """The manifest that is there already, if any."""
     file = path / layout.MANIFEST
-    try:
-        found = manifest.decode(file.read_bytes(), str(file))
-    except FileNotFoundError:
+    if not layout.is_published(file):
         return None
+    found = manifest.decode(file.read_bytes(), str(file))
     if found.version != version:
         raise _refused(f"the folder holds the committed {found.version}, not {version}", path)
     return found

@@ -8,6 +8,7 @@ checkpoint root::
         rank-00003.safetensors              one rank's shard
         rank-00003.receipt.json             its size and checksum; written after the shard
         manifest.json                       written last; without it the folder does not exist
+        pinned                              may be there: retention does not remove the checkpoint
 
 Another library's files take the place of the shards: ``rank-00003.pt`` of ``torch.save``, or
 ``__3_0.distcp`` and ``.metadata`` of torch's distributed checkpoints. Receipts and manifest name
@@ -17,6 +18,7 @@ them and say in which bytes of them each tensor lies.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -29,8 +31,10 @@ from keepstep.wire.types import Version
 
 MANIFEST = "manifest.json"
 VERSION_FILE = "version.json"
+PINNED = "pinned"
 _MAX_SAME_NAME = 1000
 _FOLDER = re.compile(r"step-([0-9]{8,18})(?:\.t([0-9]{1,18})r([0-9]{1,18})(?:-[0-9]{1,4})?)?")
+_TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp", re.DOTALL)
 _SHARD = re.compile(r"rank-([0-9]{5,9})\.safetensors")
 
 
@@ -91,6 +95,11 @@ def temporary_name(name: str) -> str:
     return f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
+def is_temporary_name(name: str) -> bool:
+    """Whether ``name`` is one that ``temporary_name`` makes."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
 def is_plain_name(name: str) -> bool:
     """Whether ``name`` is a relative path without empty, ``.`` or ``..`` parts."""
     return "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
@@ -138,10 +147,17 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+_NOT_OFFERED = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
+"""Errors by which a file system says that it has no hard links, or no renaming."""
+
+
 def publish(path: Path, data: bytes) -> None:
     """Create ``path`` with ``data``, whole and durable, unless it exists.
 
-    Others see nothing or all of it, and of several that publish at once only one succeeds.
+    Of several that publish at once only one succeeds. Others see nothing or all of it. Where
+    storage has no hard links they may see an empty file first, and it stays if this process is
+    killed: readers take an empty file for one that is not there (see ``is_published``). Where it
+    cannot rename either they may see a part of the file, which its digest gives away.
 
     Raises:
         FileExistsError: the file is there already; it was not changed.
@@ -152,7 +168,44 @@ def publish(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            # The answer to a request that a network file system had carried out before.
+            if not path.samefile(temporary):
+                raise
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+            _publish_without_link(temporary, path, data)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def _publish_without_link(temporary: Path, path: Path, data: bytes) -> None:
+    """Take the name with an empty file, then put the finished one in its place."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            temporary.replace(path)
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+            with os.fdopen(os.dup(fd), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)  # it was ours alone
+        raise
+    finally:
+        os.close(fd)
+
+
+def is_published(path: Path) -> bool:
+    """Whether a file that ``publish`` makes is there, good or damaged; an empty one is not."""
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
