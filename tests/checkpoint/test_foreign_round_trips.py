@@ -104,7 +104,10 @@ def test_native_and_other_checkpoints_stand_side_by_side(tmp_path: Path) -> None
         assert_equal(target, state(float(info.step)))
         files = [path for path in (tmp_path / info.folder).iterdir() if path.suffix != ".json"]
         assert info.nbytes == sum(path.stat().st_size for path in files)
-    assert retention.apply(tmp_path, keep_last=1) == ["step-00000001", "step-00000002"]
+    assert retention.apply(tmp_path, retention.Keep(1), infos[0].version) == [
+        "step-00000001",
+        "step-00000002",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 

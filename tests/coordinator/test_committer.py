@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpoint import catalog
+from keepstep.checkpoint.retention import Keep
 from keepstep.coordinator.committer import Committer, Done
 from keepstep.coordinator.saves import Ready
 from tests.checkpoint.shards import make_version, save, write
@@ -17,7 +18,7 @@ class Waiting:
 
     def __init__(self, root: Path, keep_last: int = 0) -> None:
         self._woken = threading.Semaphore(0)
-        self.committer = Committer(root, keep_last, self._woken.release)
+        self.committer = Committer(root, Keep(keep_last), self._woken.release)
 
     def results(self, count: int) -> list[Done]:
         done: list[Done] = []

@@ -20,11 +20,13 @@ from keepstep.checkpoint.writer import owner
 from keepstep.errors import CheckpointCorrupt
 from keepstep.wire.types import Version
 
+_REASON_BYTES = 1000
+
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint: ``nbytes`` of all files, ``created`` in seconds of wall time.
 
-    ``layout`` says who wrote the files.
+    ``layout`` says who wrote the files; a ``pinned`` one is not removed by retention.
     """
 
     step: int
@@ -33,6 +35,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     created: float
     layout: Layout = "safetensors"
+    pinned: bool = False
 
 
 def load(root: Path, folder: str) -> Manifest:
@@ -82,6 +85,7 @@ def committed(root: Path) -> list[CheckpointInfo]:
                     nbytes=found.nbytes,
                     created=found.created,
                     layout=found.layout,
+                    pinned=is_pinned(root, folder),
                 )
             )
     infos.sort(key=age, reverse=True)
@@ -119,7 +123,7 @@ def newest(
 
 def published(root: Path) -> list[str]:
     """Names of the folders that have a manifest, good or damaged, in name order."""
-    return [name for name in layout.list_folders(root) if (root / name / layout.MANIFEST).exists()]
+    return [n for n in layout.list_folders(root) if layout.is_published(root / n / layout.MANIFEST)]
 
 
 def unfinished(root: Path) -> list[str]:
@@ -166,6 +170,82 @@ def _overtaken(root: Path, folder: str, infos: list[CheckpointInfo]) -> bool:
         published_at = [(root / info.folder / layout.MANIFEST).stat().st_mtime_ns for info in infos]
         return touched < max(published_at)
     return False
+
+
+def remove_temporary(root: Path, exclude: Collection[str] = ()) -> list[Path]:
+    """Remove unfinished forms of files that killed processes left in ``root`` and in its folders.
+
+    Only those that were last touched before the newest manifest was published, in the root and in
+    committed folders but the newest: nobody writes into those any more.
+
+    Args:
+        root: Folder of all checkpoints.
+        exclude: Folder names of saves in flight.
+
+    Returns:
+        The removed files.
+    """
+    published_at: dict[str, int] = {}
+    for folder in published(root):
+        with contextlib.suppress(FileNotFoundError):
+            published_at[folder] = (root / folder / layout.MANIFEST).stat().st_mtime_ns
+    if not published_at:
+        return []
+    newest_folder = max(published_at, key=lambda folder: published_at[folder])
+    removed: list[Path] = []
+    for place in [root, *(root / one for one in published_at if one != newest_folder)]:
+        if place.name in exclude:
+            continue
+        with contextlib.suppress(FileNotFoundError), os.scandir(place) as entries:
+            for entry in entries:
+                # Both times come from the storage itself, as above.
+                if (
+                    layout.is_temporary_name(entry.name)
+                    and entry.is_file(follow_symlinks=False)
+                    and entry.stat(follow_symlinks=False).st_mtime_ns < published_at[newest_folder]
+                ):
+                    os.unlink(entry.path)
+                    removed.append(Path(entry.path))
+    return removed
+
+
+def is_pinned(root: Path, folder: str) -> bool:
+    """Whether the checkpoint ``folder`` is kept whatever the retention says."""
+    return os.path.lexists(root / folder / layout.PINNED)
+
+
+def pin_reason(root: Path, folder: str) -> str:
+    """Why the checkpoint is pinned, as one line; empty if it is not, or if nobody said."""
+    with contextlib.suppress(OSError), (root / folder / layout.PINNED).open("rb") as file:
+        return " ".join(file.read(_REASON_BYTES).decode(errors="replace").split())
+    return ""
+
+
+def pin(root: Path, folder: str, reason: str = "") -> bool:
+    """Keep the checkpoint ``folder`` whatever the retention says; False if it is pinned already.
+
+    Raises:
+        OSError: storage failed.
+    """
+    try:
+        layout.publish(root / folder / layout.PINNED, reason.encode()[:_REASON_BYTES])
+    except FileExistsError:
+        return False
+    return True
+
+
+def unpin(root: Path, folder: str) -> bool:
+    """Leave the checkpoint ``folder`` to retention again; False if it was not pinned.
+
+    Raises:
+        OSError: storage failed.
+    """
+    try:
+        (root / folder / layout.PINNED).unlink()
+    except FileNotFoundError:
+        return False
+    layout.sync_folder(root / folder)
+    return True
 
 
 def _lineage(version: Version) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ belongs to an abandoned line of training.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +19,9 @@ from keepstep.checkpoint import catalog, layout
 from keepstep.checkpoint.writer import owner
 from keepstep.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointNotFound
 from keepstep.wire.types import Version
+
+Resume = tuple[int, int, int]
+"""Term, round, and the step after which it went on."""
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,22 +52,11 @@ class Lineage:
         self._root = root
         self._on_damaged = on_damaged
         self._told: set[str] = set()
-        self._resumes: list[tuple[int, int, int]] = []
         folder = run_dir / "terms"
         folder.mkdir(parents=True, exist_ok=True)
+        self._resumes = read_resumes(folder)
         numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
-        for number in numbers:
-            self._read(number, folder / f"{number:08d}")
         self.term, self._file = _claim(folder, max(numbers, default=0) + 1)
-
-    def _read(self, term: int, path: Path) -> None:
-        decoder = msgspec.json.Decoder(_Line)
-        for raw in path.read_bytes().splitlines():
-            try:
-                line = decoder.decode(raw)
-            except msgspec.DecodeError:
-                continue  # cut off by a kill: the round did not go on
-            self._resumes.append((term, line.round, line.resume))
 
     def went_on(self, round: int, resume: int) -> None:
         """Round ``round`` of this term resumes from ``resume``."""
@@ -74,10 +66,7 @@ class Lineage:
 
     def abandoned(self, version: Version) -> bool:
         """Whether a later round resumed below the step of ``version``."""
-        return any(
-            (term, number) > (version.term, version.round) and resume < version.step
-            for term, number, resume in self._resumes
-        )
+        return is_abandoned(version, self._resumes)
 
     def pick(self, exclude: frozenset[str]) -> tuple[int, str]:
         """Step and folder of the newest checkpoint to resume from; (0, "") if none was ever made.
@@ -127,6 +116,35 @@ class Lineage:
     def close(self) -> None:
         """Close the term's file."""
         self._file.close()
+
+
+def read_resumes(folder: Path, run: str | None = None) -> list[Resume]:
+    """The rounds that went on, as written down in the folder of terms; empty if it is not there.
+
+    Args:
+        folder: The folder of terms.
+        run: Only rounds of this run.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    resumes: list[Resume] = []
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    for path in sorted(path for path in paths if path.name.isdigit()):
+        for raw in path.read_bytes().splitlines():
+            try:
+                line = decoder.decode(raw)
+            except msgspec.DecodeError:
+                continue  # cut off by a kill: the round did not go on
+            if run is None or line.run == run:
+                resumes.append((int(path.name), line.round, line.resume))
+    return resumes
+
+
+def is_abandoned(version: Version, resumes: Iterable[Resume]) -> bool:
+    """Whether one of the rounds is later than that of ``version`` and resumed below its step."""
+    return any(
+        (term, number) > (version.term, version.round) and resume < version.step
+        for term, number, resume in resumes
+    )
 
 
 def _claim(folder: Path, number: int) -> tuple[int, BinaryIO]:

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.checkpoint import catalog, retention
+from keepstep.checkpoint import retention
 from keepstep.checkpoint.commit import commit, missing_receipts
 from keepstep.checkpoint.writer import write_shard
 from keepstep.clock import SYSTEM, Clock
@@ -209,7 +209,7 @@ class Writer:
             size = commit(root, save.folder, version, self._clock).nbytes
         except (KeepstepError, OSError) as failure:
             return _refused(version, save.folder, str(failure))
-        self._clean(root, request.keep_last)
+        self._clean(root, request)
         return Committed(version=version, folder=save.folder, bytes=size)
 
     def _await(self, version: Version, save: _Save, missing: list[int]) -> Committed | None:
@@ -222,7 +222,8 @@ class Writer:
         error = f"no shard arrived for {limit:g} s; missing are those of the ranks {missing[:8]}"
         return _refused(version, save.folder, error)
 
-    def _clean(self, root: Path, keep_last: int) -> None:
+    def _clean(self, root: Path, request: WriteShard) -> None:
+        keep = retention.Keep(request.keep_last, request.keep_every_steps)
         with self._changed:
             busy = {
                 save.folder for save in self._saves.values() if save.folder and not save.settled
@@ -230,9 +231,9 @@ class Writer:
             writing = any(save.writing and not save.folder for save in self._saves.values())
         # Old checkpoints that cannot be removed now are tried again after the next commit.
         with contextlib.suppress(KeepstepError, OSError):
-            retention.apply(root, keep_last)
-            if keep_last > 0 and not writing:
-                catalog.remove_unfinished(root, exclude=busy)
+            retention.apply(root, keep, request.version, exclude=busy)
+            if keep.last > 0 and not writing:
+                retention.sweep(root, exclude=busy)
 
 
 def _refused(version: Version, folder: str, error: str) -> Committed:

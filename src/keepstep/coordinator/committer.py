@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep.checkpoint.catalog import remove_unfinished
 from keepstep.checkpoint.commit import commit
-from keepstep.checkpoint.retention import apply
+from keepstep.checkpoint.retention import Keep, apply, sweep
 from keepstep.coordinator.saves import Ready
 from keepstep.errors import KeepstepError
 from keepstep.wire.types import Version
@@ -25,13 +24,17 @@ class Committer:
     """Commits what is put in; results are taken out by the coordinator's loop.
 
     Args:
-        root: Folder of the checkpoints. keep_last: commits to keep.
+        root: Folder of the checkpoints. keep: commits to keep.
         wake: Called from the thread when a result is there.
+        terms: Where the run's rounds are written down; None: beside ``root``.
     """
 
-    def __init__(self, root: Path, keep_last: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, root: Path, keep: Keep, wake: Callable[[], None], terms: Path | None = None
+    ) -> None:
         self._root = root
-        self._keep_last = keep_last
+        self._keep = keep
+        self._terms = terms
         self._wake = wake
         self._todo: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
@@ -70,5 +73,5 @@ class Committer:
         # An old folder that cannot be removed costs space, not safety; the next commit tries again
         # and `keepstep checkpoint ls` shows it.
         with contextlib.suppress(OSError, KeepstepError):
-            apply(self._root, self._keep_last)
-            remove_unfinished(self._root, exclude=ready.in_flight)
+            apply(self._root, self._keep, ready.version, exclude=ready.in_flight, terms=self._terms)
+            sweep(self._root, exclude=ready.in_flight)

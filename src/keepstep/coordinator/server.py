@@ -16,6 +16,7 @@ from pathlib import Path
 
 from keepstep import events
 from keepstep.checkpoint.lineage import Lineage
+from keepstep.checkpoint.retention import Keep
 from keepstep.clock import SYSTEM
 from keepstep.config import Config
 from keepstep.coordinator.committer import Committer
@@ -103,7 +104,8 @@ class Coordinator:
         self._rounds = Rounds(world, config, self._saves, self._emit, self._lineage)
         self._store = KeyValue()
         self._store_round = 0
-        self._committer = Committer(self._root, config.checkpoint.keep_last, self._loop.wake)
+        keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
+        self._committer = Committer(self._root, keep, self._loop.wake, run_dir / "terms")
         self._gone = False
 
     def _emit(

@@ -62,6 +62,7 @@ class Place:
     keep_last: int
     clock: Clock
     on_commit: Callable[[Version, str, int, float], None] = ignore_commit
+    keep_every_steps: int = 0
 
 
 WriterFactory = Callable[[Place], ShardWriter]
@@ -82,6 +83,7 @@ def native_writer(place: Place) -> ShardWriter:
         place.root,
         rank=place.rank,
         keep_last=place.keep_last,
+        keep_every_steps=place.keep_every_steps,
         clock=place.clock,
         on_commit=place.on_commit,
     )

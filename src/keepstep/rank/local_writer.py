@@ -117,6 +117,7 @@ class LocalStaging:
         root: Folder of the checkpoints.
         rank: This rank; rank 0's writer commits.
         keep_last: Committed checkpoints to keep.
+        keep_every_steps: Also keep those of steps that are a multiple of it; 0: none.
         clock: Where time comes from.
         on_commit: Told on rank 0, by a thread: version, folder, bytes of all ranks, seconds.
         close_limit_s: How long ``close`` waits for unfinished writes.
@@ -128,6 +129,7 @@ class LocalStaging:
         *,
         rank: int,
         keep_last: int,
+        keep_every_steps: int = 0,
         clock: Clock = SYSTEM,
         on_commit: Callable[[Version, str, int, float], None] | None = None,
         close_limit_s: float = CLOSE_LIMIT_S,
@@ -136,6 +138,7 @@ class LocalStaging:
         self._root = root
         self._rank = rank
         self._keep_last = keep_last
+        self._keep_every_steps = keep_every_steps
         self._clock = clock
         self._close_limit_s = close_limit_s
         self._changed = threading.Condition()
@@ -206,6 +209,7 @@ class LocalStaging:
             root=str(self._root),
             commit=self._rank == 0,
             keep_last=self._keep_last,
+            keep_every_steps=self._keep_every_steps,
         )
         try:
             process.channel.send(message, (self._fds[slot.id],))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from keepstep.checkpoint import catalog, foreign, layout, retention
+from keepstep.checkpoint import foreign, layout, retention
 from keepstep.checkpoint.commit import commit, missing_receipts
 from keepstep.checkpoint.manifest import Layout
 from keepstep.checkpoint.shard_file import TensorSpec
@@ -94,6 +94,7 @@ class Follower:
         root: Folder of the checkpoints.
         rank: This rank; rank 0 commits.
         keep_last: Committed checkpoints to keep; 0 or less keeps all.
+        keep_every_steps: Also keep those of steps that are a multiple of it; 0: none.
         clock: Where time comes from.
         guard: Entered around each commit.
         on_commit: Told of each commit; must not raise.
@@ -110,12 +111,13 @@ class Follower:
         clock: Clock,
         guard: Guard,
         on_commit: OnCommit,
+        keep_every_steps: int = 0,
         commit_limit_s: float = COMMIT_LIMIT_S,
     ) -> None:
         self._writing = writing
         self._root = root
         self._rank = rank
-        self._keep_last = keep_last
+        self._keep = retention.Keep(keep_last, keep_every_steps)
         self._clock = clock
         self._guard = guard
         self._on_commit = on_commit
@@ -306,15 +308,15 @@ class Follower:
             save.pending.committed()
 
     def _clean(self, save: Save) -> None:
-        if self._keep_last <= 0:
+        if self._keep.last <= 0:
             return
         with self._changed:
             others = [self._begun, self._current, *self._written]
             busy = {one.folder for one in others if one is not None and one is not save}
         # Old checkpoints that cannot be removed now are tried again after the next commit.
         with contextlib.suppress(KeepstepError, OSError):
-            retention.apply(self._root, self._keep_last)
-            catalog.remove_unfinished(self._root, exclude=busy)
+            retention.apply(self._root, self._keep, save.version, exclude=busy)
+            retention.sweep(self._root, exclude=busy)
 
     def _remove_file(self, save: Save) -> None:
         """Free the space of a file that no receipt names; its worker is idle or dead."""

@@ -52,6 +52,7 @@ class NvrxShardWriter:
         root: Folder of the checkpoints.
         rank: This rank; rank 0 commits. world: Number of ranks.
         keep_last: Committed checkpoints to keep; 0 or less keeps all.
+        keep_every_steps: Also keep those of steps that are a multiple of it; 0: none.
         clock: Where time comes from.
         guard: Entered around each commit, on rank 0.
         on_commit: Told of each commit, on rank 0: version, folder, bytes, seconds since the copy.
@@ -75,6 +76,7 @@ class NvrxShardWriter:
         rank: int,
         world: int,
         keep_last: int,
+        keep_every_steps: int = 0,
         clock: Clock = SYSTEM,
         guard: Guard = contextlib.nullcontext,
         on_commit: OnCommit = _unheard,
@@ -97,6 +99,7 @@ class NvrxShardWriter:
             root,
             rank=rank,
             keep_last=keep_last,
+            keep_every_steps=keep_every_steps,
             clock=clock,
             guard=guard,
             on_commit=on_commit,
@@ -214,6 +217,7 @@ def writer_factory(
             rank=place.rank,
             world=place.world,
             keep_last=place.keep_last,
+            keep_every_steps=place.keep_every_steps,
             clock=place.clock,
             guard=guard or contextlib.nullcontext,
             on_commit=on_commit or place.on_commit,
