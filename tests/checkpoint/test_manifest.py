@@ -150,8 +150,8 @@ def test_what_is_no_manifest_is_refused(data: bytes) -> None:
 
 
 def test_a_newer_format_is_refused_with_a_clear_error() -> None:
-    newer = msgspec.structs.replace(_manifest(), format=3)
-    with pytest.raises(CheckpointError, match="format 3, and this keepstep reads formats up to 2"):
+    newer = msgspec.structs.replace(_manifest(), format=4)
+    with pytest.raises(CheckpointError, match="format 4, and this keepstep reads formats up to 3"):
         manifest.decode(manifest.encode(newer))
 
 

@@ -177,8 +177,10 @@ def test_a_header_that_contradicts_itself_is_refused(change: Any) -> None:
 
 
 def test_a_newer_format_is_refused_with_advice() -> None:
-    data = _rebuilt(_set("ours", "format", 2))
-    with pytest.raises(CheckpointError, match="format 2, and this keepstep reads") as caught:
+    data = _rebuilt(_set("ours", "format", 3))
+    with pytest.raises(
+        CheckpointError, match="format 3, and this keepstep reads formats up to 2"
+    ) as caught:
         shard_file.parse_header(data, len(data))
     assert not isinstance(caught.value, CheckpointCorrupt)
     assert "install" in caught.value.advice

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import xxhash
 
-from keepstep.checkpoint import layout, manifest
+from keepstep.checkpoint import blocks, layout, manifest
 from keepstep.checkpoint.shard_file import read_header
 from keepstep.checkpoint.verify import file_checksum, verify
 from tests.checkpoint.shards import flip, image, make_version, save
@@ -82,7 +82,14 @@ def _swapped_shard(root: Path, folder: str, data: bytes, found: manifest.Manifes
     """Put another shard in and let the manifest's size and checksum agree with it."""
     name = layout.shard_name(1)
     (root / folder / name).write_bytes(data)
-    info = manifest.FileInfo(size=len(data), checksum=xxhash.xxh3_128_hexdigest(data), rank=1)
+    parts = [blocks.digest(data)]
+    info = manifest.FileInfo(
+        size=len(data),
+        checksum=blocks.combine(parts),
+        rank=1,
+        block_bytes=blocks.BLOCK_BYTES,
+        blocks=blocks.encode(parts),
+    )
     _rewrite(root, folder, msgspec.structs.replace(found, files={**found.files, name: info}))
 
 

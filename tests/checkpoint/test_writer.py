@@ -13,6 +13,7 @@ import safetensors
 import xxhash
 
 from keepstep.checkpoint import catalog, layout, manifest, writer
+from keepstep.checkpoint.blocks import BLOCK_BYTES
 from keepstep.checkpoint.commit import commit
 from keepstep.checkpoint.verify import verify
 from keepstep.checkpoint.writer import BLOCK, write_shard
@@ -36,7 +37,10 @@ def test_the_file_is_the_image_byte_for_byte_with_a_receipt_that_describes_it(
     assert folder == "step-00000005"
     assert (place / receipt.file).read_bytes() == data
     assert receipt.size == len(data)
-    assert receipt.checksum == xxhash.xxh3_128_hexdigest(data)
+    parts = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    each = [xxhash.xxh3_128_digest(part) for part in parts]
+    assert receipt.info.block_digests() == tuple(each)
+    assert receipt.checksum == xxhash.xxh3_128_hexdigest(b"".join(each))
     assert manifest.decode_receipt((place / layout.receipt_name(0)).read_bytes()) == receipt
     assert _names(place) == ["rank-00000.receipt.json", "rank-00000.safetensors", "version.json"]
     assert len(safetensors.deserialize((place / receipt.file).read_bytes())) == 3 + bool(pad)

@@ -4,9 +4,11 @@ A receipt belongs to one shard file and is written after it. The manifest is ass
 receipts of all ranks; it alone makes a folder a checkpoint. Its first field is a checksum of the
 rest of the file, so that a changed byte in it is found before anything is believed.
 
-Two formats. In format 1 every file is a safetensors file of our own, whose header says where each
+Three formats. In format 1 every file is a safetensors file of our own, whose header says where each
 tensor lies. In format 2 the files are those of another library (``layout``); only receipt and
-manifest say in which bytes each tensor lies, so that nothing of the file has to be decoded.
+manifest say in which bytes each tensor lies, so that nothing of the file has to be decoded. Format
+3 is what we write: as format 1, with checksums of the blocks of each file (see ``blocks``), and a
+tensor may have several chunks in the file of one rank.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import xxhash
 
+from keepstep.checkpoint import blocks as digests
 from keepstep.checkpoint import layout, typed_json
 from keepstep.checkpoint.shard_file import (
     ITEM_BYTES,
@@ -30,8 +33,10 @@ from keepstep.checkpoint.shard_file import (
 from keepstep.errors import CheckpointCorrupt
 from keepstep.wire.types import Version
 
-FORMAT = 2
+FORMAT = 3
 """The newest format that is read; see ``format_of`` for the one that is written."""
+_FORMATS = {1: ("safetensors",), 2: ("torch", "dcp"), 3: ("safetensors",)}
+"""By format, the layouts that it can have."""
 
 Layout = Literal["safetensors", "torch", "dcp"]
 """Who made the files: we (safetensors), ``torch.save``, or torch's distributed checkpoints."""
@@ -44,18 +49,35 @@ _DIGEST_TAIL = b'",'
 _DIGEST_SIZE = 32
 
 
-class FileInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of the checkpoint: ``size`` in bytes, ``checksum`` xxh3-128, and whose it is."""
+class FileInfo(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A file of the checkpoint: ``size`` in bytes, ``checksum``, and whose it is.
+
+    Without ``block_bytes`` (formats 1 and 2) the checksum is xxh3-128 of the file as 32 hex digits.
+    With it, ``blocks`` holds xxh3-128 of each block of so many bytes, 32 hex digits each, the last
+    block may be short, and the checksum is xxh3-128 of these digests (16 bytes each).
+    """
 
     size: Length
     checksum: str
     rank: Length
+    block_bytes: Length = 0
+    blocks: str = ""
+
+    def block_digests(self) -> tuple[bytes, ...]:
+        """xxh3-128 of each block, 16 bytes each, in file order; empty if the file has none."""
+        return digests.decode(self.blocks)
+
+    def block_span(self, index: int) -> tuple[int, int]:
+        """First byte of block ``index`` in the file, and the byte after its last one."""
+        return digests.span(index, self.size, self.block_bytes)
 
 
 class Receipt(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One rank's durable shard: ``size`` in bytes, ``checksum`` xxh3-128 as 32 hex digits.
+    """One rank's durable shard: ``size`` in bytes; ``checksum`` and blocks as in ``FileInfo``.
 
     ``values`` is the rank's non-tensor state as typed JSON, by top-level key. ``spans`` says where
     each tensor lies in a ``file`` of another library; ``others`` are further files of this rank
@@ -73,14 +95,33 @@ class Receipt(
     layout: Layout = "safetensors"
     spans: dict[str, Span] = msgspec.field(default_factory=dict)
     others: dict[str, FileInfo] = msgspec.field(default_factory=dict)
+    block_bytes: Length = 0
+    blocks: str = ""
+
+    @property
+    def info(self) -> FileInfo:
+        """The shard file as a manifest has it."""
+        return FileInfo(
+            size=self.size,
+            checksum=self.checksum,
+            rank=self.rank,
+            block_bytes=self.block_bytes,
+            blocks=self.blocks,
+        )
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a global tensor that ``rank``'s file holds: ``shape`` elements at ``offsets``."""
+class Chunk(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A part of a global tensor that ``rank``'s file holds: ``shape`` elements at ``offsets``.
+
+    ``key`` is the name of its entry in that file; empty: the name of the tensor.
+    """
 
     rank: Length
     offsets: Shape
     shape: Shape
+    key: str = ""
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,14 +183,16 @@ class Manifest(
 
 
 def format_of(layout: Layout) -> int:
-    """The format of a receipt or manifest of files of this layout."""
-    return 1 if layout == "safetensors" else 2
+    """The format in which receipts and manifests of files of this layout are written."""
+    return 3 if layout == "safetensors" else 2
 
 
-def receipt_of(header: ShardHeader, checksum: str) -> Receipt:
-    """The receipt of a shard file with this header and checksum."""
+def receipt_of(
+    header: ShardHeader, checksum: str, block_bytes: int = 0, blocks: str = ""
+) -> Receipt:
+    """The receipt of a shard file with this header; of format 1 if no blocks are given."""
     return Receipt(
-        format=format_of("safetensors"),
+        format=3 if block_bytes else 1,
         version=header.version,
         rank=header.rank,
         file=layout.shard_name(header.rank),
@@ -157,6 +200,8 @@ def receipt_of(header: ShardHeader, checksum: str) -> Receipt:
         checksum=checksum,
         tensors=header.tensors,
         values=header.values,
+        block_bytes=block_bytes,
+        blocks=blocks,
     )
 
 
@@ -164,8 +209,8 @@ def assemble(receipts: Sequence[Receipt], created: float) -> Manifest:
     """The manifest of a checkpoint from the receipts of all its ranks.
 
     Raises:
-        CheckpointCorrupt: the receipts are not one of each rank, are of different versions or
-            layouts, or disagree about a tensor; nothing is combined then.
+        CheckpointCorrupt: the receipts are not one of each rank, are of different versions,
+            layouts or formats, or disagree about a tensor; nothing is combined then.
     """
     if not receipts:
         raise _corrupt("there are no receipts", "")
@@ -180,16 +225,17 @@ def assemble(receipts: Sequence[Receipt], created: float) -> Manifest:
             raise _corrupt(
                 f"rank {receipt.rank} has {receipt.layout} files, a lower rank {first.layout}", ""
             )
+        if receipt.format != first.format:
+            raise _corrupt(
+                f"rank {receipt.rank} has format {receipt.format}, a lower rank {first.format}", ""
+            )
     tensors, rank_tensors = _merge_tensors(receipts)
     values, rank_values = _split_values(receipts)
     manifest = Manifest(
-        format=format_of(first.layout),
+        format=first.format,
         version=first.version,
         created=created,
-        files={
-            receipt.file: FileInfo(size=receipt.size, checksum=receipt.checksum, rank=receipt.rank)
-            for receipt in receipts
-        },
+        files={receipt.file: receipt.info for receipt in receipts},
         tensors=tensors,
         rank_tensors=rank_tensors,
         values=values,
@@ -210,7 +256,8 @@ def _merge_tensors(
     chunks: dict[str, list[Chunk]] = {}
     rank_tensors: dict[str, list[RankTensor]] = {}
     for receipt in receipts:
-        for name, spec in receipt.tensors.items():
+        for key, spec in receipt.tensors.items():
+            name = spec.of or key
             if spec.kind == "rank":
                 own = RankTensor(rank=receipt.rank, dtype=spec.dtype, shape=spec.shape)
                 rank_tensors.setdefault(name, []).append(own)
@@ -222,7 +269,12 @@ def _merge_tensors(
                     f"{list(whole.global_shape)}, a lower rank says otherwise",
                     "",
                 )
-            chunk = Chunk(rank=receipt.rank, offsets=spec.offsets, shape=spec.shape)
+            chunk = Chunk(
+                rank=receipt.rank,
+                offsets=spec.offsets,
+                shape=spec.shape,
+                key=key if spec.of else "",
+            )
             chunks.setdefault(name, []).append(chunk)
     whole_tensors = {
         name: msgspec.structs.replace(tensors[name], chunks=tuple(chunks[name]))
@@ -264,16 +316,14 @@ def check(manifest: Manifest, where: str = "") -> None:
     """Check that the parts of a manifest fit together.
 
     Raises:
-        CheckpointCorrupt: a rank has no file or two, a name leads out of the folder, the chunks of
-            a tensor overlap or leave a hole, or the bytes of one cannot lie where it says.
+        CheckpointCorrupt: a rank has no file or two, a name leads out of the folder, a file cannot
+            have the blocks it is said to have, the chunks of a tensor overlap or leave a hole, or
+            the bytes of one cannot lie where it says.
     """
     world = manifest.version.world
-    ranks = sorted(info.rank for info in manifest.files.values())
-    if world < 1 or ranks != list(range(world)):
-        raise _corrupt(f"its files are of the ranks {ranks}, the world has {world}", where)
-    for name in (*manifest.files, *manifest.others):
-        if not layout.is_plain_name(name):
-            raise _corrupt(f"the file name {name!r} leads out of the checkpoint's folder", where)
+    problem = _files_problem(manifest)
+    if problem:
+        raise _corrupt(problem, where)
     for name, info in manifest.tensors.items():
         problem = _tensor_problem(info, world)
         if problem:
@@ -285,9 +335,49 @@ def check(manifest: Manifest, where: str = "") -> None:
             raise _corrupt(f"tensor {name!r} of single ranks has an impossible entry", where)
     if any(not 0 <= rank < world for rank in manifest.rank_values):
         raise _corrupt("it has values of a rank outside its world", where)
-    problem = _layout_problem(manifest)
+    problem = _parts_problem(manifest) or _layout_problem(manifest)
     if problem:
         raise _corrupt(problem, where)
+
+
+def _files_problem(manifest: Manifest) -> str:
+    """What is wrong with ranks, names and blocks of the files; empty if nothing is."""
+    world = manifest.version.world
+    ranks = sorted(info.rank for info in manifest.files.values())
+    if len(ranks) != world or ranks != list(range(len(ranks))) or not ranks:
+        return f"its files are of the ranks {ranks[:8]}, the world has {world}"
+    for name, info in manifest.all_files().items():
+        if not layout.is_plain_name(name):
+            return f"the file name {name!r} leads out of the checkpoint's folder"
+        problem = _blocks_problem(info, manifest.format)
+        if problem:
+            return f"the file {name!r}: {problem}"
+    return ""
+
+
+def _blocks_problem(info: FileInfo | Receipt, number: int) -> str:
+    """What is wrong with the blocks of a file in format ``number``; empty if nothing is."""
+    if number >= 3:
+        return digests.problem(info.size, info.checksum, info.block_bytes, info.blocks)
+    return f"format {number} has no blocks" if info.block_bytes or info.blocks else ""
+
+
+def _parts_problem(manifest: Manifest) -> str:
+    """Which entry of a rank's file is used for two parts; empty if none is."""
+    used: set[tuple[int, str]] = set()
+    for name, info in manifest.tensors.items():
+        for chunk in info.chunks:
+            part = (chunk.rank, chunk.key or name)
+            if chunk.key and (manifest.format < 3 or chunk.key == name):
+                return f"rank {chunk.rank} cannot have the part {chunk.key!r} of {name!r}"
+            if part in used:
+                return f"rank {chunk.rank} has two parts of {part[1]!r}, and bytes of one"
+            used.add(part)
+    for name, owners in manifest.rank_tensors.items():
+        for one in owners:
+            if (one.rank, name) in used:
+                return f"rank {one.rank} has two parts of {name!r}, and bytes of one"
+    return ""
 
 
 def _layout_problem(manifest: Manifest) -> str:
@@ -310,10 +400,7 @@ def _layout_problem(manifest: Manifest) -> str:
         for one in owners
     ]
     for rank, name, dtype, shape in parts:
-        mine = held.setdefault(rank, {})
-        if name in mine:
-            return f"rank {rank} has two parts of {name!r}, and bytes of one"
-        mine[name] = math.prod(shape) * ITEM_BYTES[dtype]
+        held.setdefault(rank, {})[name] = math.prod(shape) * ITEM_BYTES[dtype]
     sizes = {info.rank: info.size for info in manifest.files.values()}
     return _span_problem(manifest.spans, held, sizes)
 
@@ -340,6 +427,8 @@ def _span_problem(
 
 
 def _tensor_problem(info: TensorInfo, world: int) -> str:
+    if info.dtype not in ITEM_BYTES:
+        return f"its dtype {info.dtype!r} is not known"
     for chunk in info.chunks:
         spec = TensorSpec(
             name="",
@@ -396,10 +485,16 @@ def decode_receipt(data: bytes, where: str = "") -> Receipt:
     """The receipt in ``data``.
 
     Raises:
-        CheckpointCorrupt: a byte of it changed, or it is no receipt.
+        CheckpointCorrupt: a byte of it changed, it is no receipt, or contradicts itself.
         CheckpointError: it was written by a newer keepstep.
     """
-    return _decode(data, Receipt, where)
+    receipt = _decode(data, Receipt, where)
+    problem = _blocks_problem(receipt, receipt.format)
+    if not problem and receipt.format < 3 and any(spec.of for spec in receipt.tensors.values()):
+        problem = f"format {receipt.format} has no chunks of other tensors"
+    if problem:
+        raise _corrupt(problem, where)
+    return receipt
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -440,7 +535,7 @@ def _decode(data: bytes, kind: type[_R], where: str) -> _R:
         raise _corrupt(str(error), where) from error
     if record.format < 1:
         raise _corrupt(f"format {record.format} does not exist", where)
-    if record.format != format_of(record.layout):
+    if record.layout not in _FORMATS[record.format]:
         raise _corrupt(f"format {record.format} has no {record.layout} files", where)
     return record
 

@@ -25,7 +25,9 @@ from keepstep.checkpoint import typed_json
 from keepstep.errors import CheckpointCorrupt, CheckpointError
 from keepstep.wire.types import Version
 
-FORMAT = 1
+FORMAT = 2
+"""The newest format that is read. It is written only where a tensor has several parts in the file,
+which a reader of format 1 would take for tensors of their own."""
 ALIGNMENT = 4096
 MAX_HEADER = 100_000_000
 ITEM_BYTES = {
@@ -53,17 +55,25 @@ ITEM_BYTES = {
 
 Kind = Literal["shard", "rank"]
 Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-Shape = tuple[Length, ...]
+Shape = Annotated[tuple[Length, ...], msgspec.Meta(max_length=64)]
+"""Sizes or places by dimension; torch has no tensors of more than 64."""
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _OURS = "keepstep"
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor of a shard: ``shape`` is the local one, in elements.
+def _shard() -> Kind:
+    return "shard"
+
+
+class TensorSpec(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One entry of a shard: ``shape`` is the local one, in elements.
 
     ``kind`` shard: the chunk at ``offsets`` of a tensor of ``global_shape``. ``kind`` rank: a value
-    of this rank only.
+    of this rank only. ``of`` is the tensor that the entry is a chunk of; empty: it has the entry's
+    own name. A tensor with several chunks in one file has an entry for each.
     """
 
     name: str
@@ -71,7 +81,14 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shape: Shape
     global_shape: Shape
     offsets: Shape
-    kind: Kind = "shard"
+    # A factory, so that it is written also where it is the default: format 1 has it always.
+    kind: Kind = msgspec.field(default_factory=_shard)
+    of: str = ""
+
+    @property
+    def tensor(self) -> str:
+        """Name of the tensor that this is a chunk of."""
+        return self.of or self.name
 
     @property
     def nbytes(self) -> int:
@@ -93,13 +110,18 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                     f"local shape {self.shape} at offsets {self.offsets} is not inside global "
                     f"shape {self.global_shape}"
                 )
+        if self.of and (self.of == self.name or self.kind != "shard"):
+            return f"it cannot be a chunk of {self.of!r}"
         return ""
 
 
-class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Place(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     global_shape: Shape
     offsets: Shape
     kind: Kind
+    of: str = ""
 
 
 class _Ours(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,11 +236,13 @@ def _header(
     specs: tuple[TensorSpec, ...], version: Version, rank: int, values: dict[str, Any]
 ) -> bytes:
     ours = _Ours(
-        format=FORMAT,
+        format=FORMAT if any(spec.of for spec in specs) else 1,
         version=version,
         rank=rank,
         tensors={
-            spec.name: _Place(global_shape=spec.global_shape, offsets=spec.offsets, kind=spec.kind)
+            spec.name: _Place(
+                global_shape=spec.global_shape, offsets=spec.offsets, kind=spec.kind, of=spec.of
+            )
             for spec in specs
         },
         values=values,
@@ -330,9 +354,12 @@ def _checked(ours: _Ours, stored: dict[str, _Stored], data_start: int, size: int
             global_shape=place.global_shape,
             offsets=place.offsets,
             kind=place.kind,
+            of=place.of,
         )
         start, stop = entry.data_offsets
         problem = spec.problem()
+        if place.of and ours.format < 2:
+            problem = f"format {ours.format} has no chunks of other tensors"
         if not problem and (start != at or stop - start != spec.nbytes):
             problem = f"its data is {start} to {stop}, expected {at} to {at + spec.nbytes}"
         if problem:

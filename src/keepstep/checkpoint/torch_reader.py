@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from keepstep.checkpoint import catalog, layout, torch_state, verify
-from keepstep.checkpoint.manifest import Manifest
+from keepstep.checkpoint.manifest import FileInfo, Manifest
 from keepstep.checkpoint.shard_file import TensorSpec, read_header
 from keepstep.checkpoint.torch_nested import Spec
 from keepstep.checkpoint.torch_state import DTYPES, TORCH_DTYPES, Destination
@@ -141,7 +141,7 @@ class ManifestReader(StorageReader):
         for rank in sorted(wanted):
             info = self._manifest.files[self._files[rank]]
             path = layout.inside(self._folder, self._files[rank])
-            _verify_file(path, info.size, info.checksum)
+            _verify_file(path, info)
             if self._manifest.layout == "safetensors":
                 header = read_header(path)
                 for name, chunk in wanted[rank].items():
@@ -334,12 +334,13 @@ def _dtype(name: str, stored: str) -> torch.dtype:
     return TORCH_DTYPES[stored]
 
 
-def _verify_file(path: Path, size: int, checksum: str) -> None:
+def _verify_file(path: Path, info: FileInfo) -> None:
     try:
-        found = f"{path.stat().st_size} bytes with {verify.file_checksum(path)}"
+        checksum = verify.file_checksum(path, info.block_bytes)
+        found = f"{path.stat().st_size} bytes with {checksum}"
     except FileNotFoundError:
         found = "no file"
-    expected = f"{size} bytes with {checksum}"
+    expected = f"{info.size} bytes with {info.checksum}"
     if found != expected:
         raise CheckpointCorrupt(
             f"a file differs from what was committed: expected {expected}, found {found}",

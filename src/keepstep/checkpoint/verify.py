@@ -7,36 +7,43 @@ still there must say the same as the manifest.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from keepstep.checkpoint import layout, manifest, shard_file, torch_files
+from keepstep.checkpoint import blocks, layout, manifest, shard_file, torch_files
 from keepstep.checkpoint.manifest import FileInfo, Manifest, Receipt
 from keepstep.errors import CheckpointError, KeepstepError
 
 _CHUNK = 16 << 20
+_SHOWN = 4
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Something wrong with ``file``.
 
-    ``kind`` is manifest, missing, size, checksum, header or receipt.
+    ``kind`` is manifest, missing, size, checksum, header or receipt. ``ranges`` are the first byte
+    and the byte after the last of each damaged part of the file, where its blocks tell.
     """
 
     file: str
     kind: str
     detail: str
+    ranges: tuple[tuple[int, int], ...] = ()
 
 
-def verify(root: Path, folder: str, deep: bool = True) -> list[Problem]:
+def verify(
+    root: Path, folder: str, deep: bool = True, progress: Callable[[int], None] | None = None
+) -> list[Problem]:
     """Compare the checkpoint ``folder`` with its manifest.
 
     Args:
         root: Folder of all checkpoints.
         folder: Name of the checkpoint's folder.
         deep: Also read all data and compare the checksums; else only sizes, headers and receipts.
+        progress: Told how many more bytes were read, a few times a second's worth of reading.
 
     Returns:
         What is wrong, in file order; empty if the checkpoint is good.
@@ -53,7 +60,7 @@ def verify(root: Path, folder: str, deep: bool = True) -> list[Problem]:
         problems.append(Problem(file=layout.MANIFEST, kind="manifest", detail=detail))
     receipts: list[Receipt] = []
     for file, info in found.all_files().items():
-        problem = _check_bytes(path, file, info, deep)
+        problem = _check_bytes(path, file, info, deep, progress)
         if problem is None and file in found.files:
             result = _check_content(path, file, info, found)
             if isinstance(result, Receipt):
@@ -67,7 +74,9 @@ def verify(root: Path, folder: str, deep: bool = True) -> list[Problem]:
     return problems
 
 
-def _check_bytes(path: Path, file: str, info: FileInfo, deep: bool) -> Problem | None:
+def _check_bytes(
+    path: Path, file: str, info: FileInfo, deep: bool, progress: Callable[[int], None] | None
+) -> Problem | None:
     """What is wrong with the size or, if ``deep``, the checksum of the file."""
     try:
         target = layout.inside(path, file)
@@ -75,7 +84,12 @@ def _check_bytes(path: Path, file: str, info: FileInfo, deep: bool) -> Problem |
         if size != info.size:
             detail = f"it has {size} bytes, committed were {info.size}"
             return Problem(file=file, kind="size", detail=detail)
-        if deep and (checksum := file_checksum(target)) != info.checksum:
+        if not deep:
+            return None
+        if info.block_bytes:
+            return _check_blocks(target, file, info, progress)
+        checksum = file_checksum(target, progress=progress)
+        if checksum != info.checksum:
             detail = f"its checksum is {checksum}, committed was {info.checksum}"
             return Problem(file=file, kind="checksum", detail=detail)
     except FileNotFoundError:
@@ -85,6 +99,36 @@ def _check_bytes(path: Path, file: str, info: FileInfo, deep: bool) -> Problem |
     except CheckpointError as error:
         return _problem(file, "header", error)
     return None
+
+
+def _check_blocks(
+    target: Path, file: str, info: FileInfo, progress: Callable[[int], None] | None
+) -> Problem | None:
+    found = _block_digests(target, info.block_bytes, progress)
+    committed = info.block_digests()
+    if len(found) != len(committed):
+        return Problem(file=file, kind="size", detail="its size changed while it was read")
+    wrong = [at for at, one in enumerate(committed) if found[at] != one]
+    if not wrong:
+        return None
+    ranges = _joined([info.block_span(at) for at in wrong])
+    shown = ", ".join(f"{start} to {stop - 1}" for start, stop in ranges[:_SHOWN])
+    more = f" and {len(ranges) - _SHOWN} more ranges" if len(ranges) > _SHOWN else ""
+    detail = (
+        f"{len(wrong)} of its {len(committed)} blocks differ from what was committed: bytes "
+        f"{shown}{more}"
+    )
+    return Problem(file=file, kind="checksum", detail=detail, ranges=tuple(ranges))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours among sorted spans as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
 
 
 def _check_content(
@@ -106,7 +150,7 @@ def _check_content(
     if (header.version, header.rank) != (found.version, info.rank):
         detail = f"it is rank {header.rank}'s of {header.version}, the manifest says otherwise"
         return Problem(file=file, kind="header", detail=detail)
-    return manifest.receipt_of(header, info.checksum)
+    return manifest.receipt_of(header, info.checksum, info.block_bytes, info.blocks)
 
 
 def _check_foreign(
@@ -146,11 +190,50 @@ def _problem(file: str, kind: str, error: KeepstepError | OSError) -> Problem:
     return Problem(file=file, kind=kind, detail=error.strerror or str(error))
 
 
-def file_checksum(path: Path) -> str:
-    """xxh3-128 of the file's bytes as 32 hex digits. Raises OSError."""
+def file_checksum(
+    path: Path, block_bytes: int = 0, progress: Callable[[int], None] | None = None
+) -> str:
+    """The checksum of the file as 32 hex digits: see ``manifest.FileInfo``.
+
+    Args:
+        path: The file.
+        block_bytes: Bytes of its blocks; 0: it is xxh3-128 of the bytes as a whole.
+        progress: Told how many more bytes were read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if block_bytes:
+        return blocks.combine(_block_digests(path, block_bytes, progress))
     digest = xxhash.xxh3_128()
-    buffer = bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as file, memoryview(buffer) as view:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
+    _read(path, _CHUNK, digest.update, progress)
     return digest.hexdigest()
+
+
+def _block_digests(
+    path: Path, block_bytes: int, progress: Callable[[int], None] | None
+) -> list[bytes]:
+    found: list[bytes] = []
+    _read(path, block_bytes, lambda block: found.append(blocks.digest(block)), progress)
+    return found
+
+
+def _read(
+    path: Path,
+    size: int,
+    take: Callable[[memoryview], object],
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Give the file to ``take`` in parts of ``size`` bytes; only the last may be shorter."""
+    with path.open("rb", buffering=0) as file, memoryview(bytearray(size)) as buffer:
+        ended = False
+        while not ended:
+            filled = 0
+            while filled < size and not ended:
+                count = file.readinto(buffer[filled:])
+                filled += count
+                ended = count == 0
+            if filled:
+                take(buffer[:filled])
+                if progress is not None:
+                    progress(filled)

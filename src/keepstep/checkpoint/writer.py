@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from keepstep.checkpoint import layout, manifest, shard_file
+from keepstep.checkpoint import blocks, layout, manifest, shard_file
 from keepstep.checkpoint.manifest import Receipt
 from keepstep.errors import CheckpointError, SaveFailed
 from keepstep.wire.types import Version
@@ -64,7 +64,10 @@ def write_shard(
             path = root / folder
             receipt = _written_before(path, image, rank)
             if receipt is None:
-                receipt = manifest.receipt_of(header, _write(image, path, rank))
+                digests = _write(image, path, rank)
+                receipt = manifest.receipt_of(
+                    header, blocks.combine(digests), blocks.BLOCK_BYTES, blocks.encode(digests)
+                )
                 try:
                     text = manifest.encode_receipt(receipt)
                     layout.publish(path / layout.receipt_name(rank), text)
@@ -143,7 +146,7 @@ def _written_before(folder: Path, image: memoryview, rank: int) -> Receipt | Non
         if (folder / layout.MANIFEST).exists():
             raise _failed("the version is committed already", str(folder)) from None
         return None
-    if receipt.size == len(image) and receipt.checksum == _checksum(image):
+    if receipt.size == len(image) and receipt.checksum == _checksum(image, receipt.block_bytes):
         return receipt
     raise _failed(
         f"the shard was written before with other bytes ({receipt.size} then, {len(image)} now)",
@@ -151,7 +154,9 @@ def _written_before(folder: Path, image: memoryview, rank: int) -> Receipt | Non
     )
 
 
-def _checksum(image: memoryview) -> str:
+def _checksum(image: memoryview, block_bytes: int) -> str:
+    if block_bytes:
+        return blocks.combine(_digests(image, block_bytes))
     digest = xxhash.xxh3_128()
     for at in range(0, len(image), CHUNK):
         with image[at : at + CHUNK] as part:
@@ -159,14 +164,22 @@ def _checksum(image: memoryview) -> str:
     return digest.hexdigest()
 
 
-def _write(image: memoryview, folder: Path, rank: int) -> str:
-    """Write ``image`` under a temporary name, make it durable, rename it; returns its checksum."""
+def _digests(image: memoryview, block_bytes: int) -> list[bytes]:
+    found: list[bytes] = []
+    for at in range(0, len(image), block_bytes):
+        with image[at : at + block_bytes] as block:
+            found.append(blocks.digest(block))
+    return found
+
+
+def _write(image: memoryview, folder: Path, rank: int) -> list[bytes]:
+    """Write ``image`` under a temporary name, make it durable, rename it; returns its digests."""
     final = folder / layout.shard_name(rank)
     temporary = folder / layout.temporary_name(final.name)
     try:
         fd = _open(temporary)
         try:
-            checksum = _copy(image, fd)
+            _copy(image, fd)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -176,7 +189,7 @@ def _write(image: memoryview, folder: Path, rank: int) -> str:
     finally:
         temporary.unlink(missing_ok=True)
     layout.sync_folder(folder)
-    return checksum
+    return _digests(image, blocks.BLOCK_BYTES)
 
 
 def _open(path: Path) -> int:
@@ -191,22 +204,18 @@ def _open(path: Path) -> int:
         return os.open(path, flags, 0o644)
 
 
-def _copy(image: memoryview, fd: int) -> str:
-    """Write all of ``image`` to ``fd``; returns its checksum."""
-    digest = xxhash.xxh3_128()
+def _copy(image: memoryview, fd: int) -> None:
+    """Write all of ``image`` to ``fd``."""
     whole = len(image) // BLOCK * BLOCK
     for at in range(0, whole, CHUNK):
         with image[at : min(at + CHUNK, whole)] as part:
-            digest.update(part)
             _write_all(fd, part)
     if whole < len(image):
         with image[whole:] as tail, mmap.mmap(-1, BLOCK) as padded:  # anonymous: aligned memory
-            digest.update(tail)
             padded[: len(tail)] = bytes(tail)
             with memoryview(padded) as block:
                 _write_all(fd, block)
         os.ftruncate(fd, len(image))
-    return digest.hexdigest()
 
 
 def _write_all(fd: int, part: memoryview) -> None:
