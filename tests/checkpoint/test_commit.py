@@ -164,3 +164,16 @@ def test_a_damaged_receipt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         commit(tmp_path, folder, make_version())
     assert catalog.committed(tmp_path) == []
+
+
+def test_a_commit_removes_what_killed_writers_left_in_the_folder(tmp_path: Path) -> None:
+    version = make_version()
+    for rank in range(2):
+        _, folder = write(tmp_path, version, rank)
+    names = [".rank-00000.safetensors.77-0123abcd.tmp", ".version.json.77-0123abcd.tmp"]
+    kept = [".manifest.json.77-0123abcd.tmp", ".hidden"]
+    for name in (*names, *kept):
+        (tmp_path / folder / name).write_text("x")
+    commit(tmp_path, folder, version)
+    left = {path.name for path in (tmp_path / folder).iterdir()}
+    assert left.isdisjoint(names) and left.issuperset(kept)

@@ -5,6 +5,7 @@ Runs in the writer (one node) or in the coordinator (several nodes).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def commit(root: Path, folder: str, version: Version, clock: Clock = SYSTEM) -> 
         )
     receipts = [_receipt(path, version, rank) for rank in range(version.world)]
     result = manifest.assemble(receipts, clock.wall())
+    _remove_unfinished_files(path)
     layout.sync_folder(path)
     try:
         layout.publish(path / layout.MANIFEST, manifest.encode(result))
@@ -70,6 +72,17 @@ def commit(root: Path, folder: str, version: Version, clock: Clock = SYSTEM) -> 
         return published
     layout.sync_folder(root)
     return result
+
+
+def _remove_unfinished_files(path: Path) -> None:
+    """Remove what killed writers left: the finished form of each file is there by now.
+
+    But not unfinished manifests: another committer may be about to publish one.
+    """
+    with contextlib.suppress(OSError):  # they cost space, not safety
+        for name in os.listdir(path):
+            if layout.is_temporary_name(name) and not name.startswith(f".{layout.MANIFEST}."):
+                (path / name).unlink(missing_ok=True)
 
 
 def _published(path: Path, version: Version) -> Manifest | None:
