@@ -17,7 +17,8 @@ from keepstep.testing import FakeClock, LineSink
 # The file format is read by other programs: a kind may be added, none may go or be renamed.
 KNOWN_KINDS = {
     "run.begin run.end node.begin round.begin round.ready restart.begin restart.cause restart.end",
-    "rank.start rank.exit rank.suspect rank.hung rank.beat rank.failed rank.joined step.end",
+    "rank.start rank.exit rank.suspect rank.hung rank.beat rank.failed rank.joined rank.left",
+    "step.end",
     "section.begin section.end checkpoint.begin checkpoint.staged checkpoint.shard",
     "checkpoint.commit checkpoint.fail checkpoint.unusable restore.begin restore.end",
     "fault.injected health.finding stop.notice",

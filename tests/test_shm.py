@@ -327,3 +327,12 @@ def test_sequence_numbers_by_group_are_told_and_names_that_do_not_fit_are_left_o
     assert agent.sequence_numbers == {"0": 41, "tp": 7}
     rank.put_sequence_numbers({"g" * 4000: 1})
     assert agent.sequence_numbers == {}
+
+
+def test_the_newest_admitted_round_never_goes_back_not_even_with_the_process(ends: Pair) -> None:
+    rank, agent = ends
+    assert rank.admitted == 0
+    agent.admit(3)
+    agent.admit(2)
+    rank.take(os.getpid())
+    assert rank.admitted == 3

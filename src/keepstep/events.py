@@ -207,6 +207,11 @@ class RankJoined(EventData):
     pid: int
 
 
+@_kind("rank.left")
+class RankLeft(EventData):
+    """The rank has left the round in the head after a failure in it, and its process lives."""
+
+
 @_kind("step.end")
 class StepEnd(EventData):
     """The step in the head is completed; ``s`` is its length in seconds."""

@@ -61,6 +61,7 @@ class _Word(enum.IntEnum):
     STOP = 15  # int: step after which the rank is to stop, 0: none (watcher)
     LABEL = 16  # 64 bytes of UTF-8: name of the section
     INC = 24  # int: how many processes have taken the board by themselves
+    ADMITTED = 25  # int: newest round that may begin (watcher)
 
 
 def create() -> int:
@@ -166,6 +167,11 @@ class Board:
         """Number of the signal that asks the rank to stop (0: none)."""
         return self._get_int(_Word.STOP)
 
+    @property
+    def admitted(self) -> int:
+        """The newest round that may begin (0: none), where a watching process decides that."""
+        return self._get_int(_Word.ADMITTED)
+
     def put_line(self, line: bytes) -> bool:
         """Append ``line`` to the ring; False (and counted) if there is no room."""
         with self._lock:
@@ -268,6 +274,11 @@ class Board:
     def ask_stop(self, number: int) -> None:
         """Signal ``number`` asks the rank to stop; ``stop_signal`` tells it."""
         self._put_int(_Word.STOP, number)
+
+    def admit(self, number: int) -> None:
+        """Rounds up to ``number`` may begin; a lower number than before changes nothing."""
+        if number > self._get_int(_Word.ADMITTED):
+            self._put_int(_Word.ADMITTED, number)
 
     def take_lines(self) -> list[bytes]:
         """Take all complete lines out of the ring."""

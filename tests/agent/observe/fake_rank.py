@@ -50,7 +50,7 @@ class FakeRank:
         self.place = self.runtime.run_dir / "fake"
         self.place.mkdir(exist_ok=True)
         self.saved = self.place / "saved"
-        self.attempts = self.entered = 0
+        self.attempts = self.entered = self.fatal = 0
         self.runtime.sequence_numbers = lambda: {"world": self.entered}
         self.pause = threading.Event()
         _answer_stack_signal(self.runtime)
@@ -83,6 +83,9 @@ class FakeRank:
         runtime.recorder.round = number
         runtime.enter_round(Go(term=0, round=number, resume=0, folder=""))
         runtime.recorder.emit(events.RankJoined(pid=os.getpid()))
+        while runtime.start.node == 0 and runtime.board.admitted < number:
+            self.pause.wait(0.002)
+        (self.place / f"begun-{number}-{self.rank}").touch()
         step = int(self.saved.read_text()) if self.saved.exists() else 0
         if step:
             runtime.recorder.emit(events.RestoreBegin(tier="storage"), step=step)
@@ -155,7 +158,8 @@ class FakeRank:
             self._fire(kind.rstrip("!"))
 
     def _fire(self, kind: str) -> None:
-        if kind == "exception":
+        if kind in ("exception", "fatal"):
+            self.fatal = 64 if kind == "fatal" else 0
             raise RuntimeError("a fault")
         if kind == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -200,6 +204,7 @@ class FakeRank:
                 step=self.runtime.step,
                 t=SYSTEM.mono(),
                 stack="Traceback: here\n",
+                fatal=self.fatal,
                 fresh=self.attempts == 1,
             )
         )

@@ -176,6 +176,18 @@ def test_an_error_that_comes_again_in_a_fresh_process_stops_the_run(tmp_path: Pa
         assert [one["level"] for one in _report(job)["faults"]] == ["respawn", "stop"]
 
 
+def test_ranks_wait_for_the_verdict_and_begin_nothing_where_the_run_is_over(
+    tmp_path: Path,
+) -> None:
+    with Watched(
+        tmp_path, ["15", "exception@3:0", "fatal!@7:1", "in_process"], flags=IN_PROCESS
+    ) as (job):
+        assert job.wait() == 64
+        assert job.causes() == [("exception", 0, "rerun"), ("exception", 1, "stop")]
+        begun = sorted(path.name for path in (job.run_dir / "fake").glob("begun-*"))
+    assert begun == ["begun-1-0", "begun-1-1", "begun-2-0", "begun-2-1"]
+
+
 def test_restarts_without_progress_end_the_run(tmp_path: Path) -> None:
     flags = (*LAUNCHER_ONLY, "--set", "restart.max_without_progress=2")
     with Watched(tmp_path, ["15", "kill!@7:1"], flags=flags) as job:

@@ -90,11 +90,14 @@ class Failures:
         state.highest = max(state.highest, report.step)
         self._forward(report, stack, now)
         pid = state.pids().get(report.rank)
-        if episode is not None and pid is not None and episode.pids.get(report.rank) == pid:
+        joined = state.members[report.rank].joined if report.rank in state.members else 0
+        again = episode is not None and episode.found is not None and joined > episode.round
+        same = episode is not None and pid is not None and episode.pids.get(report.rank) == pid
+        if episode is not None and same and not again:
             if (report.rank, report.kind) not in {(r.rank, r.kind) for r in episode.reports}:
                 episode.add(report, stack)
             return
-        self.close()  # a process that is newer than the failure: it is another one
+        self.close()  # a process or round that is newer than the failure: it is another one
         if state.over:
             return
         if state.signal:
@@ -105,7 +108,7 @@ class Failures:
             report,
             stack,
             now,
-            round=state.round,
+            round=max(state.round, joined),
             pids=state.pids(),
             seqs={rank: seqs for rank, one in boards.items() if (seqs := one.sequence_numbers)},
         )
@@ -215,7 +218,11 @@ class Failures:
     def _settle(self, episode: Episode, now: float, *, force: bool = False) -> None:
         """Find the cause, and decide whether the run goes on."""
         state = self._state
-        joined = [rank for rank, one in state.members.items() if one.joined > episode.round]
+        joined = [
+            rank
+            for rank, one in state.members.items()
+            if one.joined > episode.round or one.left >= episode.round > 0
+        ]
         gone = [r for r in state.changed(episode.pids) if not state.members[r].unsure]
         accounted = {*joined, *gone}
         settings = state.config.restart

@@ -70,7 +70,12 @@ class FarNodes:
                 self._others.tell(others.Over(rank=who.rank))
 
     def _matters(self, who: Occupant, event: events.Event, now: float) -> bool:
-        kinds = (events.RankJoined, events.RestoreEnd, events.CheckpointCommit)
+        kinds = (
+            events.RankJoined,
+            events.RankLeft,
+            events.RestoreEnd,
+            events.CheckpointCommit,
+        )
         if event.kind in {kind.kind for kind in kinds}:
             return True
         if event.kind != events.StepEnd.kind:

@@ -197,6 +197,7 @@ class Observer:
         if self._end is None:
             self._look_for_hangs(living, now)
             self._rounds.progress(now)
+            self._admit()
             self._watch_helpers()
         for finding in self._health.take():
             self.found(finding)
@@ -256,6 +257,12 @@ class Observer:
             if self._far is not None:
                 self._far.stalled(stalled)
             self._rounds.failures.stalled(stalled, now)
+
+    def _admit(self) -> None:
+        """Ranks begin a round once its predecessor's failure is judged."""
+        if self._state.decides:
+            for board in self._boards.boards:
+                board.admit(self._rounds.admitted)
 
     def _watch_helpers(self) -> None:
         lost = self._helpers.store_lost

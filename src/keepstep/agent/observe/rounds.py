@@ -190,6 +190,9 @@ class Rounds:
         match data:
             case events.RankJoined():
                 self._joined(member, event, now)
+            case events.RankLeft():
+                self.failures.acted(now, t=event.t)
+                member.left = event.round or 0
             case events.RankFailed():
                 self._look_ready(force=True)
                 self.failures.acted(now)
@@ -278,6 +281,17 @@ class Rounds:
             if state.adopted and late:
                 text = f"rank {rank} did not reach keepstep.run within {limit:.0f} s"
                 state.end(ExitCode.SCRIPT_FAILED, text)
+
+    @property
+    def admitted(self) -> int:
+        """The newest round that may begin; 0: that is not decided now. Ranks wait for it."""
+        state, episode = self._state, self.failures.episode
+        if state.over or (episode is not None and episode.found is None):
+            return 0
+        forming = state.forming.number if state.forming is not None else 0
+        if episode is not None:
+            return max(forming, episode.round + 1)
+        return max(forming, state.round if state.running else state.round + 1)
 
     def _look_ready(self, *, force: bool = False) -> None:
         """A round is ready when all have joined; said once it is known where it resumes from."""

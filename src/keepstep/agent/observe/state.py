@@ -35,6 +35,8 @@ class Member:
     """It has ended, and how is not known yet."""
     joined: int = 0
     """Newest round that it joined; 0: none."""
+    left: int = 0
+    """Newest round that it has left after a failure, alive; 0: none."""
     stepped: bool = False
     told: bool = False
     """It has reported an exception of its own."""

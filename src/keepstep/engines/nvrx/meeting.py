@@ -66,6 +66,8 @@ class Turn:
     """Set before the groups are aborted: whoever is on the way into the turn turns back."""
     round: int = 0
     """Number of the turn's round in the run; known once ``meeting`` has returned."""
+    store: Any = None
+    """Client of the store outside the ranks, from ``meeting`` until the turn is left."""
 
     @property
     def cycle(self) -> str:
@@ -104,6 +106,7 @@ def meeting(turn: Turn) -> Meeting:
     store = connect(host, port, turn.pg_timeout_s)
     if turn.aborted:  # the abort may have looked for sockets before this one was there
         raise RuntimeError("the round was aborted")
+    turn.store = store
     prefix = f"round/{turn.cycle}/{turn.iteration}"
     own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     if env.read("RANK") == "0":

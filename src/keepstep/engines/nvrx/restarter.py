@@ -129,6 +129,7 @@ class NvrxRestarter:
 
     def _unwound(self) -> None:
         """The main thread, after the attempt; NVRx raises nothing any more."""
+        self._rounds.unwound()
         ended_by, self._ended_by = self._ended_by, None
         drop(ended_by)
         self._rounds.leave()

@@ -13,13 +13,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep import events
+from keepstep.clock import SYSTEM
+from keepstep.engines.nvrx.admission import Admission
 from keepstep.engines.nvrx.meeting import Turn, meeting
 from keepstep.errors import UsageError
+from keepstep.rank.attached import failure_event
 from keepstep.rank.failure import describe
 from keepstep.rank.restart import Groups, RunStopped
 from keepstep.rank.runtime import Runtime
 from keepstep.shm import Phase
-from keepstep.wire.messages import Go
+from keepstep.wire.messages import Failed, Go
 from keepstep.wire.types import World
 
 T = TypeVar("T")
@@ -47,6 +50,7 @@ class Rounds:
         self._runtime = runtime
         self.turn = Turn(runtime.store, pg_timeout_s=runtime.config.restart.pg_timeout_s)
         self.groups = make_groups(lambda world: meeting(self.turn))
+        self._admission = Admission(runtime, self.turn)
         self.attempts = 0
         runtime.sequence_numbers = self.groups.sequence_numbers
 
@@ -79,29 +83,43 @@ class Rounds:
             node=start.node,
             round=0,
         )
-        self.groups.form(world)
-        number = self.turn.round
-        runtime.recorder.round = number
+        try:
+            self.groups.form(world)
+            number = self.turn.round
+            runtime.recorder.round = number
+            runtime.recorder.emit(events.RankJoined(pid=os.getpid()))
+            self._admission.wait(number)
+        except RuntimeError as error:
+            if not self.turn.aborted:
+                raise
+            # Whatever a connection says that is shut down: another rank is the cause.
+            raise RuntimeError("the round was aborted") from error
         runtime.enter_round(Go(term=0, round=number, resume=0, folder=""))
-        runtime.recorder.emit(events.RankJoined(pid=os.getpid()))
         return msgspec.structs.replace(world, round=number)
 
     def _report(self, error: Exception) -> None:
         runtime = self._runtime
         about = describe(error)
-        # An event, which the watching process reads: keepstep's own launcher would act on more.
-        runtime.recorder.emit(
-            events.RankFailed(
-                failure=about.failure,
-                error=about.error,
-                location=about.location,
-                stack=about.stack,
-                fatal=about.fatal,
-                fresh=self.attempts == 1,
-                seqs=self.groups.sequence_numbers(),
-            ),
+        failed = Failed(
+            inc=runtime.start.inc,
+            round=runtime.recorder.round or 0,
+            failure=about.failure,
+            error=about.error,
+            location=about.location,
             step=runtime.step,
+            t=SYSTEM.mono(),
+            stack=about.stack,
+            fatal=about.fatal,
+            fresh=self.attempts == 1,
+            seqs=self.groups.sequence_numbers(),
         )
+        if about.fatal and runtime.config.engine.parts.launcher != "nvrx":
+            self._admission.refuse()
+            runtime.control.send(failed)
+        else:
+            # An event, which the watching process reads: keepstep's own launcher would replace
+            # all ranks on the message.
+            runtime.recorder.emit(failure_event(failed), step=runtime.step)
         sys.stderr.write(about.shown)
         sys.stderr.flush()
 
@@ -110,8 +128,14 @@ class Rounds:
         self.turn.aborted = True
         self.groups.abort()
 
+    def unwound(self) -> None:
+        """The main thread, after the attempt has failed here or elsewhere, and the process lives:
+        its round can be judged."""
+        self._runtime.recorder.emit(events.RankLeft())
+
     def leave(self) -> None:
         """The main thread, after the attempt has unwound: take the groups down."""
+        self.turn.store = None
         self.groups.destroy()
         self.turn.aborted = False
 
