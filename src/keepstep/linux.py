@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import mmap
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from keepstep.clock import SYSTEM
@@ -137,8 +139,12 @@ def _environ(pid: int) -> set[bytes]:
 
 def _stat(pid: int) -> list[bytes]:
     """The fields of /proc/PID/stat from the third on; empty if the process is gone."""
+    return _stat_of(Path("/proc", str(pid)))
+
+
+def _stat_of(folder: Path) -> list[bytes]:
     try:
-        stat = Path("/proc", str(pid), "stat").read_bytes()
+        stat = (folder / "stat").read_bytes()
     except OSError:
         return []
     return stat[stat.rindex(b")") + 2 :].split()
@@ -148,6 +154,24 @@ def _started(pid: int) -> float:
     """Uptime in seconds at which ``pid`` was started; infinite if it is gone."""
     fields = _stat(pid)
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else float("inf")
+
+
+def started_ticks(pid: int) -> int:
+    """When ``pid`` was started, in ticks since the machine's start; 0 if it has ended.
+
+    Tells a process from a later one that has the same number.
+    """
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else 0
+
+
+def state(pid: int) -> str:
+    """What ``pid`` does: D if one of its threads is blocked in the kernel, else the main thread's
+    letter in /proc (R, S, T, Z); empty if it is gone."""
+    threads = Path("/proc", str(pid), "task").glob("*")
+    if any(_stat_of(thread)[:1] == [b"D"] for thread in threads):
+        return "D"
+    return b"".join(_stat(pid)[:1]).decode()
 
 
 def exit_code(pid: int) -> int | None:
@@ -207,3 +231,43 @@ def end_children(keep: Collection[int], limit_s: float) -> None:
             except ChildProcessError:
                 continue  # somebody else reaped it
         SYSTEM.sleep(0.005)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+_POPULATE_WRITE = 23
+_CHUNK = 16 << 20
+
+
+def populate(buffer: mmap.mmap, fd: int, stopped: Callable[[], bool] = lambda: False) -> bool:
+    """Give every page of ``buffer`` its memory now, so that nobody waits for that later.
+
+    It takes about as long as writing all of it. Other threads run meanwhile. Contents are lost
+    where the kernel is older than 5.14.
+
+    Args:
+        buffer: Shared memory, mapped writable. fd: its descriptor.
+        stopped: Asked every 16 MiB; once it says yes, the rest is left as it is.
+
+    Returns:
+        Whether all of it was done.
+
+    Raises:
+        OSError: there is no memory left.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    held = ctypes.c_char.from_buffer(buffer)  # while it lives the mapping cannot be closed
+    address, size = ctypes.addressof(held), len(buffer)
+    for at in range(0, size, _CHUNK):
+        if stopped():
+            return False
+        length = min(_CHUNK, size - at)
+        if libc.madvise(address + at, length, _POPULATE_WRITE) == 0:
+            continue
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(number, os.strerror(number))
+        os.posix_fallocate(fd, at, length)  # an error here, where touching would be a signal
+        ctypes.memset(address + at, 0, length)
+    return True

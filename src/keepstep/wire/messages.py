@@ -323,6 +323,22 @@ class Committed(Message):
     error: str = ""
 
 
+# --- lease process -> who saves into a folder ----------------------------------------------------
+
+
+class LeaseNews(Message):
+    """About the lease of a folder: ``kind`` is held (as ``number``), waiting (for a sign of life of
+    another holder), refused (another job has it), failed (by storage) or lost (to ``number``).
+
+    ``text`` is for people; refused and failed have the four parts of an error in ``parts``.
+    """
+
+    kind: str
+    number: int = 0
+    text: str = ""
+    parts: tuple[str, str, str, str] = ("", "", "", "")
+
+
 # --- agent -> coordinator -----------------------------------------------------------------------
 
 
@@ -490,6 +506,7 @@ TO_RANK = (
 )
 FROM_RANK = Hello | Join | Failed | Returned | StopAck | SlotWanted | Staged | SaveAsk | StoreCall
 TO_WRITER = WriteShard
+FROM_LEASE = LeaseNews
 FROM_WRITER = ShardWritten | ShardFailed | Committed
 TO_COORDINATOR = (
     AgentHello
