@@ -38,12 +38,20 @@ class OneSlot:
         self.submitted: list[tuple[int, Version]] = []
         self.closed: list[bool] = []
         self.full = False
+        self.prepared: list[tuple[int, int]] = []
+        self.released = 0
 
     def acquire(self, size: int, timeout_s: float) -> Slot:
         self.asked.append((size, timeout_s))
         if self.full:
             raise SaveFailed("no slot")
         return self.slot
+
+    def prepare(self, size: int, slots: int) -> None:
+        self.prepared.append((size, slots))
+
+    def release(self, slot: Slot) -> None:
+        self.released += 1
 
     def submit(self, slot: Slot, size: int, version: Version) -> PendingWrite:
         self.submitted.append((size, version))
@@ -116,4 +124,18 @@ def test_load_reads_a_committed_folder(tmp_path: Path) -> None:
     tensor = torch.zeros(3)
     assert writer.load({"t": tensor}, tmp_path / folder) == 12
     assert tensor.tolist() == [1, 1, 1]
+    writer.close()
+
+
+def test_the_size_of_a_save_is_known_before_it_and_memory_is_made_for_it() -> None:
+    staging = OneSlot()
+    writer = NativeShardWriter(staging, rank=0, world=1)
+    state = {"t": torch.ones(1000), "d": {"epoch": 1}}
+    size = writer.size_of(state)
+    writer.prepare(size, 2)
+    writer.begin(state, version(3), Path("unused"))
+    assert abs(size - staging.submitted[0][0]) < 4096
+    assert staging.prepared == [(size, 2)]
+    with pytest.raises(CheckpointError, match="t cannot be kept"):
+        writer.size_of({"t": torch.ones(1).to_sparse()})
     writer.close()

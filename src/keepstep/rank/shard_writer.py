@@ -32,15 +32,26 @@ class Slot:
     capacity: int
 
 
-class Staging(Protocol):
-    """Where images are put and who writes them."""
+class Memory(Protocol):
+    """Where images are put. Any thread may call it."""
+
+    def prepare(self, size: int, slots: int) -> None:
+        """Begin to make ``slots`` slots for images of ``size`` bytes; returns at once."""
 
     def acquire(self, size: int, timeout_s: float) -> Slot:
-        """A free slot of at least ``size`` bytes.
+        """A free slot of at least ``size`` bytes; it is busy until it is written or given back.
 
         Raises:
             SaveFailed: none became free within ``timeout_s`` seconds.
+            NotEnoughMemory: the node has no memory for one.
         """
+
+    def release(self, slot: Slot) -> None:
+        """Give back a slot that will not be submitted."""
+
+
+class Staging(Memory, Protocol):
+    """Memory for images, and who writes them. Any thread may call it."""
 
     def submit(self, slot: Slot, size: int, version: Version) -> PendingWrite:
         """Have the first ``size`` bytes of ``slot`` written; the slot is the staging's again."""
@@ -103,6 +114,20 @@ class NativeShardWriter:
         self.last_bytes = image.size
         self.last = self._staging.submit(slot, image.size, version)
         return self.last
+
+    def size_of(self, state: Mapping[str, object]) -> int:
+        """Bytes of staging that a save of ``state`` takes on this rank, about.
+
+        Raises:
+            CheckpointError: something in ``state`` cannot be kept; the message names it.
+        """
+        version = Version(run="", term=1, round=1, step=0, world=self._world)
+        snapshot = flatten(state, rank=self._rank, world=self._world)
+        return ShardImage(snapshot, version, self._rank).size
+
+    def prepare(self, size: int, slots: int) -> None:
+        """Begin to make ``slots`` slots for images of ``size`` bytes; returns at once."""
+        self._staging.prepare(size, slots)
 
     def load(self, state: Mapping[str, object], folder: Path) -> int:
         """Fill ``state`` in place from the committed checkpoint ``folder``; returns bytes read.
