@@ -170,6 +170,7 @@ class ShardPlan:
         version: The state that the shard belongs to.
         rank: Whose shard it is.
         values: Non-tensor state by name; see ``typed_json.encode`` for what it may hold.
+        encoded: Whether ``values`` were encoded before.
 
     Attributes:
         header: The image's first bytes, up to the data.
@@ -186,12 +187,15 @@ class ShardPlan:
         version: Version,
         rank: int,
         values: Mapping[str, object],
+        *,
+        encoded: bool = False,
     ) -> None:
         self.specs = _in_file_order(specs)
         self.version = version
         self.rank = rank
-        encoded = {key: typed_json.encode(value, key) for key, value in values.items()}
-        self.header = _header(self.specs, version, rank, encoded)
+        if not encoded:
+            values = {key: typed_json.encode(value, key) for key, value in values.items()}
+        self.header = _header(self.specs, version, rank, dict(values))
         self._offsets: dict[str, int] = {}
         at = len(self.header)
         for spec in self.specs:

@@ -1,18 +1,21 @@
 """A rank's shard as a file image: header and tensors written into shared memory.
 
 Runs in the ranks. The image is the shard file byte for byte, so that the writer process needs to
-know nothing of tensors.
+know nothing of tensors. It is filled in two parts: what must be copied before the state changes,
+and what only an optimizer's next step will change, which may be copied until then.
 """
 
 from __future__ import annotations
 
 import mmap
 
-import torch
-
 from keepstep.checkpoint.shard_file import ShardPlan, TensorSpec
+from keepstep.checkpoint.torch_copy import ImageBytes, Piece, is_plain
 from keepstep.checkpoint.torch_state import DTYPES, Entry, Snapshot
 from keepstep.wire.types import Version
+
+SMALL_BYTES = 16 << 10
+"""A CPU tensor up to this size is copied at once: that costs less than to keep an eye on it."""
 
 
 class ShardImage:
@@ -20,42 +23,52 @@ class ShardImage:
 
     Attributes:
         plan: Where everything goes.
+        boundary: What has to be copied before the state changes.
+        stable: The entries that may be copied until an optimizer steps, and their places.
 
     Raises:
         CheckpointError: a tensor or a value cannot be kept; the message names it.
     """
 
     def __init__(self, snapshot: Snapshot, version: Version, rank: int) -> None:
-        self._entries = snapshot.entries
-        self.plan = ShardPlan(
-            [spec_of(entry) for entry in snapshot.entries], version, rank, snapshot.values
-        )
+        specs = [spec_of(entry) for entry in snapshot.entries]
+        self.plan = ShardPlan(specs, version, rank, snapshot.encoded, encoded=True)
+        self.boundary: list[Piece] = []
+        self.stable: list[tuple[Entry, Piece]] = []
+        for entry in snapshot.entries:
+            piece = Piece(entry.name, entry.tensor, self.plan.offset_of(entry.name))
+            if entry.stable and (piece.nbytes > SMALL_BYTES or not is_plain(entry.tensor)):
+                self.stable.append((entry, piece))
+            else:
+                self.boundary.append(piece)
 
     @property
     def size(self) -> int:
         """Bytes of the image."""
         return self.plan.size
 
+    def open(self, buffer: mmap.mmap | bytearray | memoryview) -> ImageBytes:
+        """``buffer`` as the memory of this image, with the header written.
+
+        Raises:
+            ValueError: ``buffer`` has less than ``size`` bytes.
+        """
+        memory = ImageBytes(buffer, self.size)
+        header = self.plan.header
+        buffer[: len(header)] = header
+        return memory
+
     def write_into(self, buffer: mmap.mmap | bytearray | memoryview) -> None:
         """Copy header and tensors into ``buffer``, which must hold at least ``size`` bytes.
 
         Returns when the copy is complete, for CUDA tensors too; the state may change then.
+
+        Raises:
+            ValueError: ``buffer`` has less than ``size`` bytes.
         """
-        header = self.plan.header
-        buffer[: len(header)] = header
-        whole = torch.frombuffer(buffer, dtype=torch.uint8, count=self.size)
-        devices: set[torch.device] = set()
-        with torch.no_grad():
-            for entry in self._entries:
-                source = entry.tensor
-                at = self.plan.offset_of(entry.name)
-                nbytes = source.numel() * source.element_size()
-                target = whole[at : at + nbytes].view(source.dtype).view(source.shape)
-                if source.device.type == "cuda":
-                    devices.add(source.device)
-                target.copy_(source, non_blocking=source.device.type == "cuda")
-        for device in devices:
-            torch.cuda.synchronize(device)
+        memory = self.open(buffer)
+        memory.copy(self.boundary)
+        memory.copy(piece for _, piece in self.stable)
 
 
 def spec_of(entry: Entry) -> TensorSpec:

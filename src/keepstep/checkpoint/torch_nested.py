@@ -23,11 +23,13 @@ class Named:
     """A live tensor and its name in the checkpoint.
 
     ``replicated``: every rank of the world holds the same values, so one of them writes.
+    ``stable``: only a step of a torch optimizer changes it.
     """
 
     name: str
     tensor: torch.Tensor
     replicated: bool = False
+    stable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ the checkpoint was taken before it existed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,16 @@ from keepstep.errors import CheckpointError, CheckpointMismatch
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """A parameter, the prefix of its state's names, and its group's index."""
+    """A parameter, the prefix of its state's names, and its group's index.
+
+    ``stable``: nothing but a step that torch's hooks see changes it and its state.
+    """
 
     prefix: str
     parameter: torch.Tensor
     group: int
     replicated: bool
+    stable: bool
 
 
 class OptimizerPart:
@@ -63,13 +68,20 @@ class OptimizerPart:
                 done="nothing was saved",
                 advice="use torch.distributed.fsdp.fully_shard, which shards optimizer state too",
             )
+        hooked = getattr(type(optimizer).step, "hooked", False)
         self._owners: list[_Owner] = []
         for index, group in enumerate(optimizer.param_groups):
+            # A step in a CUDA graph is replayed without hooks, and only a capturable one can be.
+            stable = hooked and not group.get("capturable")
             for at, parameter in enumerate(group["params"]):
-                known = names.get(id(parameter), f"{index}.{at}")
-                self._owners.append(
-                    _Owner(f"{name}.state.{known}", parameter, index, id(parameter) in replicated)
-                )
+                key = id(parameter)
+                prefix = f"{name}.state.{names.get(key, f'{index}.{at}')}"
+                self._owners.append(_Owner(prefix, parameter, index, key in replicated, stable))
+
+    @property
+    def owned(self) -> set[int]:
+        """Ids of the parameters that only a step which torch's hooks see changes."""
+        return {id(owner.parameter) for owner in self._owners if owner.stable}
 
     def _groups(self) -> Nested:
         plain = [
@@ -96,20 +108,30 @@ class OptimizerPart:
     def named(self) -> list[Named]:
         result = self._groups().named()
         for owner in self._owners:
-            for key, tensor in self._flat(owner).items():
-                result.append(Named(f"{owner.prefix}.{key}", tensor, owner.replicated))
-            result += self._rest(owner).named()
+            prefix, replicated, stable = owner.prefix, owner.replicated, owner.stable
+            for key, tensor in self._live(owner).items():
+                if _is_flat(key, tensor):
+                    result.append(Named(f"{prefix}.{key}", tensor, replicated, stable))
+            if prefix in self._rests:
+                rest = self._rests[prefix].named()
+                result += [Named(item.name, item.tensor, stable=stable) for item in rest]
         return result
 
+    @functools.cached_property
+    def _rests(self) -> dict[str, Nested]:
+        """State that is more than tensors by plain keys, by prefix: few optimizers have any."""
+        return {
+            owner.prefix: self._rest(owner)
+            for owner in self._owners
+            if not all(_is_flat(key, value) for key, value in self._live(owner).items())
+        }
+
     def value(self) -> dict[str, object]:
-        rests = {owner.prefix: self._rest(owner) for owner in self._owners}
         return {
             "type": "optimizer",
             "parameters": self._sizes(),
             "groups": self._groups().packed(),
-            "state": {
-                prefix: rest.packed() for prefix, rest in rests.items() if rest.skeleton != {}
-            },
+            "state": {prefix: rest.packed() for prefix, rest in self._rests.items()},
         }
 
     def targets(

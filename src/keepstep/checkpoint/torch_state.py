@@ -2,15 +2,19 @@
 
 Runs in the ranks. ``flatten`` decides what this rank writes: its chunk of every sharded tensor, its
 share of the tensors that several ranks hold alike (spread over them by a hash of the name), and
-every other tensor as a value of this rank only: to restore another rank's would not be equal.
+every other tensor as a value of this rank only: to restore another rank's would not be equal. It
+also says which of them only an optimizer's step changes: those may be copied while training goes
+on.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +70,9 @@ class Entry:
     """A tensor that this rank writes.
 
     ``tensor`` is the live local part (it changes when training goes on), ``global_shape`` and
-    ``offsets`` place it in the whole.
+    ``offsets`` place it in the whole. ``stable``: nothing changes it until an optimizer steps, and
+    torch's hooks see that. An operator that changes it in place counts it in ``_version`` of one of
+    ``counted``, unless it is one of the fused optimizers'.
     """
 
     name: str
@@ -74,14 +80,20 @@ class Entry:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     kind: Kind
+    stable: bool = False
+    counted: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What this rank writes. Nothing is copied yet: it must be used before the state changes."""
+    """What this rank writes. No tensor is copied yet: it must be used before the state changes.
+
+    ``values`` are the live ones, ``encoded`` what they were: see ``typed_json.encode``.
+    """
 
     entries: tuple[Entry, ...]
     values: Mapping[str, object]
+    encoded: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +172,17 @@ def flatten(tracked: Mapping[str, object], *, rank: int, world: int) -> Snapshot
         CheckpointError: something cannot be kept; the message names it.
     """
     parts = parts_of(tracked, world)
+    owned: set[int] = set()
+    for part in parts.values():
+        owned |= part.owned if isinstance(part, OptimizerPart) else set()
     named = _unique(item for part in parts.values() for item in part.named())
-    entries = [entry for item in named if (entry := _entry(item, rank, world)) is not None]
+    places = _Places(rank, world, owned)
+    with torch.no_grad():
+        entries = [entry for item in named if (entry := places.entry(item)) is not None]
     values: dict[str, object] = {name: part.value() for name, part in parts.items()}
-    for name, value in values.items():
-        typed_json.encode(value, name)
     values[NAMES_KEY] = digest(item.name for item in named)
-    return Snapshot(tuple(entries), values)
+    encoded = {name: typed_json.encode(value, name) for name, value in values.items()}
+    return Snapshot(places.without_aliases(entries), values, encoded)
 
 
 def prepare_for_load(
@@ -267,44 +283,112 @@ def _unique(items: Iterable[Named]) -> list[Named]:
     return list(seen.values())
 
 
-def _entry(item: Named, rank: int, world: int) -> Entry | None:
-    if item.tensor.numel() == 0:
-        # Nobody has a chunk of it, so each rank notes that it exists.
-        tensor = torch.empty(item.tensor.shape, dtype=item.tensor.dtype)
-        return Entry(item.name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), "rank")
-    if isinstance(item.tensor, DTensor):
-        return _sharded(item.name, item.tensor)
-    tensor = item.tensor.detach()
-    _check(item.name, tensor)
-    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-    if not item.replicated:
-        return Entry(item.name, tensor, shape, offsets, "rank")
-    if _chosen(item.name, world) != rank:
-        return None
-    return Entry(item.name, tensor, shape, offsets, "shard")
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Where a DTensor's local part lies; of ``replicas`` ranks with it this one is ``index``."""
+
+    replicas: int
+    index: int
+    offsets: tuple[int, ...]
 
 
-def _sharded(name: str, tensor: DTensor) -> Entry | None:
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    replicas, index = 1, 0
-    for dim, placement in enumerate(tensor.placements):
+class _Places:
+    """Turns named tensors into entries: what this rank writes of them, and where it belongs.
+
+    Args:
+        rank: This rank. world: Number of ranks.
+        owned: Ids of what only an optimizer's step changes.
+    """
+
+    def __init__(self, rank: int, world: int, owned: set[int]) -> None:
+        self._rank = rank
+        self._world = world
+        self._owned = owned
+        self._chunks: dict[tuple[object, ...], _Chunk] = {}
+        self._changing: list[tuple[int, int]] = []
+        """First byte and the byte after the last of storages that may change at any time."""
+
+    def entry(self, item: Named) -> Entry | None:
+        """What this rank writes of ``item``; None: nothing."""
+        if item.tensor.numel() == 0:
+            # Nobody has a chunk of it, so each rank notes that it exists.
+            tensor = torch.empty(item.tensor.shape, dtype=item.tensor.dtype)
+            return Entry(item.name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), "rank")
+        name, whole = item.name, item.tensor
+        sharded = isinstance(whole, DTensor)
+        tensor = _local(name, whole) if isinstance(whole, DTensor) else whole.detach()
+        stable = (item.stable or id(whole) in self._owned) and not tensor.is_inference()
+        counted = () if not stable else (whole, tensor) if sharded else (whole,)
+        if not stable:
+            self._note(tensor)
+        if isinstance(whole, DTensor):
+            return self._sharded(name, whole, tensor, counted)
+        _check(name, tensor)
+        shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+        if not item.replicated:
+            return Entry(name, tensor, shape, offsets, "rank", stable, counted)
+        if _chosen(name, self._world) != self._rank:
+            return None
+        return Entry(name, tensor, shape, offsets, "shard", stable, counted)
+
+    def _sharded(
+        self, name: str, whole: DTensor, local: torch.Tensor, counted: tuple[torch.Tensor, ...]
+    ) -> Entry | None:
+        if whole.device_mesh.get_coordinate() is None:
+            return None
+        _check(name, local)
+        key = (id(whole.device_mesh), whole.placements, whole.shape, local.shape)
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            chunk = self._chunks[key] = _chunk(name, whole, local)
+        if _chosen(name, chunk.replicas) != chunk.index or local.numel() == 0:
+            return None
+        shape = tuple(whole.shape)
+        return Entry(name, local, shape, chunk.offsets, "shard", bool(counted), counted)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if tensor.layout == torch.strided and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            self._changing.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+
+    def without_aliases(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+        """``entries``; one that shares memory with a tensor that is not stable is not either."""
+        changing = sorted(self._changing)
+        starts = [start for start, _ in changing]
+
+        def shared(tensor: torch.Tensor) -> bool:
+            address = tensor.data_ptr()
+            at = bisect.bisect_right(starts, address) - 1
+            return at >= 0 and address < changing[at][1]
+
+        return tuple(
+            replace(entry, stable=False, counted=())
+            if entry.stable and shared(entry.tensor)
+            else entry
+            for entry in entries
+        )
+
+
+def _local(name: str, tensor: DTensor) -> torch.Tensor:
+    for placement in tensor.placements:
         if placement.is_partial():
             raise _refused(name, f"its placement {placement} is a sum that is not finished")
+    return tensor.to_local().detach()
+
+
+def _chunk(name: str, tensor: DTensor, local: torch.Tensor) -> _Chunk:
+    replicas, index = 1, 0
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             size = tensor.device_mesh.size(dim)
             replicas, index = replicas * size, index * size + coordinate[dim]
-    with torch.no_grad():
-        local = tensor.to_local().detach()
-    _check(name, local)
-    if _chosen(name, replicas) != index or local.numel() == 0:
-        return None
+    if not local.numel():
+        return _Chunk(replicas, index, ())
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         raise _refused(name, f"its local part under {tensor.placements} is not one block")
-    offsets = tuple(int(offset) for offset in chunks[0].offsets)
-    return Entry(name, local, tuple(tensor.shape), offsets, "shard")
+    return _Chunk(replicas, index, tuple(int(offset) for offset in chunks[0].offsets))
 
 
 def _chosen(name: str, replicas: int) -> int:

@@ -27,7 +27,7 @@ def snapshot(*tensors: torch.Tensor) -> Snapshot:
         Entry(f"t{number}", one, tuple(one.shape), (0,) * one.dim(), "rank")
         for number, one in enumerate(tensors)
     )
-    return Snapshot(entries, {})
+    return Snapshot(entries, {}, {})
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
