@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,14 +64,14 @@ def test_a_folder_that_holds_events_of_an_earlier_agent_keeps_them(tmp_path: Pat
 
 
 @contextlib.contextmanager
-def _no_space_beyond(size: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond ``size`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+def _no_space_beyond(size: int, pid: int) -> Iterator[None]:
+    """Files of process ``pid`` cannot grow beyond ``size`` bytes."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_events_that_storage_does_not_take_wait_until_it_does(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_events_that_storage_does_not_take_wait_until_it_does(tmp_path: Path) ->
     agents, ranks = _board()
     files.add(agents, "rank-0.jsonl")
     lines = [b"event number %03d\n" % number for number in range(20)]
-    with _no_space_beyond(100):
+    with _no_space_beyond(100, files.writer.pid):
         for line in lines[:10]:
             files.put(line)
             ranks.put_line(line)
@@ -130,3 +131,35 @@ def test_a_finished_file_that_storage_does_not_take_yet_is_written_later(tmp_pat
     wait_until(lambda: (folder / "rank.jsonl").exists(), "the file is written")
     files.close()
     assert (folder / "rank.jsonl").read_bytes() == b"1\n"
+
+
+def test_a_writer_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    files = EventFiles(tmp_path, "agent.jsonl")
+    files.put(b"1\n")
+    wait_until(lambda: (tmp_path / "agent.jsonl").exists(), "the first line is written")
+    first = files.writer
+    first.kill()
+
+    def replaced() -> bool:
+        files.put(b"2\n")
+        return files.writer is not first
+
+    wait_until(replaced, "another process writes")
+    files.put(b"3\n")
+    files.close()
+    lines = (tmp_path / "agent.jsonl").read_bytes().split()
+    assert (lines[0], lines[-1]) == (b"1", b"3")
+
+
+def test_a_writer_that_storage_does_not_let_end_is_left_behind(tmp_path: Path) -> None:
+    files = EventFiles(tmp_path, "agent.jsonl")
+    writer = files.writer
+    writer.send_signal(signal.SIGSTOP)
+    try:
+        files.put(b"1\n")
+        files.close(limit_s=0.1)
+        assert writer.poll() is None
+    finally:
+        writer.send_signal(signal.SIGCONT)
+    assert writer.wait(30.0) == 0
+    assert (tmp_path / "agent.jsonl").read_bytes() == b"1\n"

@@ -1,52 +1,69 @@
 """Event files of a node: a thread drains the ranks' rings and the agent's own events.
 
-Storage may be slow, frozen or full; then events wait here and neither the agent nor a rank does.
+Storage may be slow, frozen or full; then events wait and neither the agent nor a rank does. The
+files are written by a process of its own (``event_writer``), which is left behind if storage does
+not let it end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from typing import BinaryIO
 
+from keepstep.agent import event_writer
 from keepstep.shm import Board
 
 _INTERVAL_S = 0.05
-_MOST_WAITING = 64 << 20
+CLOSE_S = 10.0
+"""How long the last events may take."""
+_STARTS = 3
+"""Writers that may end before their time."""
 
 
-class _Sink:
-    """One file; what it does not take now is tried again with the next write.
+class _Pipe:
+    """The process that writes, and its input. Used by one thread at a time."""
 
-    It is opened by the first write, so on the thread that may wait for storage.
-    """
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._left = _STARTS
+        self._start()
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._waiting = bytearray()
+    def _start(self) -> None:
+        self._left -= 1
+        self._sock, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(event_writer.__file__), str(self._folder)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
-    def write(self, lines: list[bytes]) -> None:
-        """Append whole lines; with too many waiting, new ones are dropped."""
-        if len(self._waiting) < _MOST_WAITING:
-            self._waiting += b"".join(lines)
+    def send(self, name: str, data: bytes) -> None:
+        """Append ``data`` to the file ``name``; no data: the file is finished."""
+        head = event_writer.HEAD.pack(len(name.encode()), len(data))
+        frame = head + name.encode() + data
         try:
-            if self._file is None and self._waiting:
-                self._file = self._path.open("ab", buffering=0)
-            while self._waiting and self._file is not None:
-                del self._waiting[: self._file.write(self._waiting)]
-        except OSError:
-            return  # a full disk must not end a run; the numbers of the events show the gap
+            self._sock.sendall(frame)
+        except OSError:  # it was killed
+            if self._left <= 0:
+                return  # without events a run still runs
+            self._sock.close()
+            self.process.kill()
+            self.process.wait(CLOSE_S)
+            self._start()
+            self.send(name, data)
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing waits."""
-        return not self._waiting
-
-    def close(self) -> None:
-        """Close; what the file never took is lost."""
-        if self._file is not None:
-            self._file.close()
+    def close(self, limit_s: float) -> None:
+        """End it once all is written; it is left behind where storage does not let it end."""
+        self._sock.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(limit_s)
 
 
 class EventFiles:
@@ -57,19 +74,23 @@ class EventFiles:
     """
 
     def __init__(self, folder: Path, own: str) -> None:
-        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._boards: dict[Board, _Sink] = {}
+        self._boards: dict[Board, str] = {}
         self._ended: list[Board] = []
-        self._named: dict[str, _Sink] = {}
         self._given: dict[str, list[bytes]] = {}
         self._finished: list[str] = []
-        self._own = _Sink(folder / own)
+        self._own = own
         self._lines: list[bytes] = []
+        self._pipe = _Pipe(folder)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keepstep-events", daemon=True)
         self._thread.start()
+
+    @property
+    def writer(self) -> subprocess.Popen[bytes]:
+        """The process that writes the files."""
+        return self._pipe.process
 
     def put(self, line: bytes) -> None:
         """Append to the agent's own file; never blocks."""
@@ -78,9 +99,8 @@ class EventFiles:
 
     def add(self, board: Board, name: str) -> None:
         """Drain ``board`` into the file ``name`` from now on."""
-        sink = _Sink(self._folder / name)
         with self._lock:
-            self._boards[board] = sink
+            self._boards[board] = name
 
     def end(self, board: Board) -> None:
         """The rank is gone: drain what is left, then close its file and the board."""
@@ -97,15 +117,13 @@ class EventFiles:
         with self._lock:
             self._finished.append(name)
 
-    def close(self) -> None:
-        """Write everything that is left."""
+    def close(self, limit_s: float = CLOSE_S) -> None:
+        """Write everything that is left, for ``limit_s`` seconds at most."""
         self._stop.set()
-        self._thread.join(timeout=10.0)
+        self._thread.join(timeout=limit_s)
         if not self._thread.is_alive():
             self._drain()
-            self._own.close()
-            for sink in (*self._boards.values(), *self._named.values()):
-                sink.close()
+            self._pipe.close(limit_s)
 
     def _run(self) -> None:
         while not self._stop.wait(_INTERVAL_S):
@@ -118,27 +136,21 @@ class EventFiles:
             ended, self._ended = self._ended, []
             given, self._given = self._given, {}
             finished, self._finished = self._finished, []
-        self._own.write(lines)
-        for board, sink in boards.items():
-            sink.write(board.take_lines())
-        for name in given:
-            self._named.setdefault(name, _Sink(self._folder / name))
-        for name, sink in self._named.items():
-            sink.write(given.get(name, []))
-        self._finish(finished)
+        self._write(self._own, lines)
+        for board, name in boards.items():
+            self._write(name, board.take_lines())
+        for name, taken in given.items():
+            self._write(name, taken)
+        for name in finished:
+            self._pipe.send(name, b"")
         for board in ended:
             with self._lock:
-                ended_sink = self._boards.pop(board, None)
-            if ended_sink is not None:
-                ended_sink.close()
+                gone = self._boards.pop(board, None)
+            if gone is not None:
+                self._pipe.send(gone, b"")
             board.close()
 
-    def _finish(self, names: list[str]) -> None:
-        for name in names:
-            sink = self._named.get(name)
-            if sink is not None and sink.empty:
-                sink.close()
-                del self._named[name]
-            elif sink is not None:  # storage took nothing yet
-                with self._lock:
-                    self._finished.append(name)
+    def _write(self, name: str, lines: list[bytes]) -> None:
+        data = b"".join(lines)
+        if data:
+            self._pipe.send(name, data)
