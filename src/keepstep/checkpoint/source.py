@@ -15,7 +15,7 @@ from typing import Protocol
 from keepstep.checkpoint import catalog, layout
 from keepstep.checkpoint.manifest import Manifest, Span
 from keepstep.checkpoint.shard_file import ShardHeader, TensorSpec, read_header
-from keepstep.errors import CheckpointCorrupt
+from keepstep.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = [
     "About",
@@ -168,7 +168,16 @@ class ManifestSource:
             # Nothing in the file is decoded: the manifest, checked as a whole, says it all.
             found = StoredFile(path=path, size=info.size, checksum=info.checksum)
             return found, self._manifest.spans.get(info.rank, {})
-        header = read_header(path)
+        try:
+            header = read_header(path)
+        except CheckpointError as error:
+            # Its manifest is one that we can read, so whatever is wrong with it is damage.
+            raise CheckpointCorrupt(
+                error.what,
+                where=error.where,
+                done="nothing was restored from it",
+                advice="use an older checkpoint; check the storage",
+            ) from error
         self._compare(header, info.rank, path)
         found = StoredFile(
             path=path,

@@ -1,19 +1,22 @@
 """Loads a checkpoint into tracked objects, at any world size and mesh.
 
 Runs in the ranks, without collectives: torch's own planner works out which parts of which stored
-chunks each local tensor needs. Everything is checked first (run, names, shapes, the checksum of
-each file that will be read); only then is the first byte copied.
+chunks each local tensor needs. Names, shapes and what files say of themselves are checked before
+anything changes. Files with checksums of their blocks are then verified while they are read; files
+without are verified as a whole before that.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 import mmap
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -24,16 +27,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from keepstep.checkpoint import catalog, layout, torch_state, verify
-from keepstep.checkpoint.manifest import FileInfo, Manifest
-from keepstep.checkpoint.shard_file import TensorSpec, read_header
+from keepstep.checkpoint import torch_state, verify
+from keepstep.checkpoint.block_reader import THREADS, BlockReader, plain_buffer
+from keepstep.checkpoint.source import ManifestSource, Source, Span, StoredChunk, StoredFile
+from keepstep.checkpoint.torch_flat import FlatPart
 from keepstep.checkpoint.torch_nested import Spec
-from keepstep.checkpoint.torch_state import DTYPES, TORCH_DTYPES, Destination
+from keepstep.checkpoint.torch_parts import ModulePart
+from keepstep.checkpoint.torch_pieces import BlockPiece, BytePiece, Region, piece
+from keepstep.checkpoint.torch_source import open_source
+from keepstep.checkpoint.torch_state import TORCH_DTYPES, Destination
 from keepstep.errors import CheckpointCorrupt, CheckpointMismatch
 
 
@@ -45,124 +52,123 @@ class LoadReport:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Where a chunk lies: in the file of ``rank``, ``shape`` elements."""
-
-    rank: int
-    shape: tuple[int, ...]
-
-
 class PreparedLoad:
-    """A checkpoint that fits and whose files are verified; ``apply`` loads it."""
+    """A checkpoint that fits: ``read`` fills the tensors, ``apply`` hands over the rest.
 
-    def __init__(self, destination: Destination, reader: ManifestReader, step: int) -> None:
+    Attributes:
+        step: Its step.
+        left_out: What is on one side only, by names, where that was allowed; empty if nothing is.
+    """
+
+    def __init__(
+        self, destination: Destination, reader: SourceReader, step: int, left_out: str
+    ) -> None:
         self._destination = destination
         self._reader = reader
-        self._step = step
+        self.step = step
+        self.left_out = left_out
+
+    def read(self) -> int:
+        """Fill the tensors in place; returns the bytes copied into them.
+
+        Raises:
+            CheckpointCorrupt: bytes differ from what was committed; tensors may be filled in part.
+            OSError: a file cannot be read; the same.
+        """
+        return self._reader.read()
 
     def apply(self) -> LoadReport:
-        """Copy everything into place.
+        """Hand over what is no tensor, after ``read`` on every rank.
 
         Raises:
             CheckpointMismatch: an object does not take its stored state.
         """
-        tensors: dict[str, Any] = {
-            name: tensor
-            for name, tensor in self._destination.tensors.items()
-            if name in self._reader.specs
-        }
-        with warnings.catch_warnings(), torch.no_grad():
-            # Loading without collectives is meant, and nothing writes to the read-only maps.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            torch_load(
-                tensors,
-                storage_reader=self._reader,
-                planner=_planner(),
-                no_dist=True,
-            )
+        with torch.no_grad():
             self._destination.apply()
-        return LoadReport(self._reader.bytes, self._step)
+        return LoadReport(self._reader.bytes, self.step)
 
 
-class ManifestReader(StorageReader):
-    """torch's view of a checkpoint: its metadata from the manifest, its data from our files.
+class SourceReader(StorageReader):
+    """torch's view of a source: its metadata, and its data by our own reads.
 
     Args:
-        folder: The checkpoint's folder.
-        content: Its manifest.
-        source: The rank whose own tensors are read.
+        source: What is read. rank: For whom. alone: Whether no other process reads it.
     """
 
-    def __init__(self, folder: Path, content: Manifest, source: int) -> None:
-        self._folder, self._manifest = folder, content
-        self._files = content.files_by_rank()
-        self._spans: dict[int, Mapping[str, tuple[int, int]]] = {}  # of verified files only
-        self._chunks: dict[tuple[str, tuple[int, ...]], _Chunk] = {}
+    def __init__(self, source: Source, rank: int, *, alone: bool) -> None:
+        self._source, self._rank, self._alone = source, rank, alone
+        self._chunks: dict[tuple[str, tuple[int, ...]], StoredChunk] = {}
         self._metadata: dict[str, TensorStorageMetadata] = {}
+        self._files: dict[str, tuple[StoredFile, Mapping[str, Span]]] = {}
+        self._planned: tuple[LoadPlan, LoadPlanner]
+        self._own: set[str] = set()
+        """Tensors of which no other rank holds these elements."""
+        self._devices: set[torch.device] = set()
         self.specs: dict[str, Spec] = {}
         self.bytes = 0
-        for name, info in content.tensors.items():
-            chunks = {chunk.offsets: _Chunk(chunk.rank, chunk.shape) for chunk in info.chunks}
-            self._add(name, Spec(_dtype(name, info.dtype), info.global_shape), chunks)
-        for name, owners in content.rank_tensors.items():
-            for one in owners:
-                if one.rank == source:
-                    chunk = {(0,) * len(one.shape): _Chunk(one.rank, one.shape)}
-                    self._add(name, Spec(_dtype(name, one.dtype), one.shape), chunk)
+        for name, tensor in source.tensors(rank).items():
+            dtype = _dtype(name, tensor.dtype)
+            self.specs[name] = Spec(dtype, tensor.shape)
+            self._metadata[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=dtype),
+                size=torch.Size(tensor.shape),
+                chunks=[
+                    ChunkStorageMetadata(
+                        offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.shape)
+                    )
+                    for chunk in tensor.chunks
+                ],
+            )
+            for chunk in tensor.chunks:
+                self._chunks[name, chunk.offsets] = chunk
 
-    def _add(self, name: str, spec: Spec, chunks: Mapping[tuple[int, ...], _Chunk]) -> None:
-        self.specs[name] = spec
-        self._metadata[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=spec.dtype),
-            size=torch.Size(spec.shape),
-            chunks=[
-                ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(chunk.shape))
-                for offsets, chunk in chunks.items()
-            ],
-        )
-        for offsets, chunk in chunks.items():
-            self._chunks[name, offsets] = chunk
-
-    def verify(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Check every file that is needed to fill ``tensors`` against its checksum.
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check whatever can be checked before ``tensors`` are filled.
 
         Raises:
-            CheckpointCorrupt: one is not what was committed, or not what the manifest says.
+            CheckpointCorrupt: a file is not what was committed, or not what its manifest says.
         """
-        planner = _planner()
-        planner.set_up_planner(dict(tensors), self.read_metadata(), False)
-        items = planner.create_local_plan().items
-        wanted: dict[int, dict[str, _Chunk]] = {}
-        for item in items:
-            chunk = self._chunk(item.storage_index)
-            wanted.setdefault(chunk.rank, {})[item.storage_index.fqn] = chunk
-        for rank in sorted(wanted):
-            info = self._manifest.files[self._files[rank]]
-            path = layout.inside(self._folder, self._files[rank])
-            _verify_file(path, info)
-            if self._manifest.layout == "safetensors":
-                header = read_header(path)
-                for name, chunk in wanted[rank].items():
-                    self._compare(name, chunk, header.tensors.get(name))
-                self._spans[rank] = header.spans
-            else:
-                # Nothing in the file is decoded: the manifest, checked as a whole, says it all.
-                self._spans[rank] = self._manifest.spans[rank]
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), self.read_metadata(), True)
+        plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+        self._planned = (plan, planner)
+        wanted: dict[str, dict[str, int]] = {}
+        for item in plan.items:
+            index = item.storage_index
+            chunk = self._chunk(index)
+            dtype = self.specs[index.fqn].dtype
+            nbytes = math.prod(chunk.shape) * dtype.itemsize
+            wanted.setdefault(chunk.file, {})[chunk.key] = nbytes
+        whole: list[StoredFile] = []
+        for name in sorted(wanted):
+            info, spans = self._files[name] = self._source.file(name)
+            _check_spans(info, spans, wanted[name])
+            if not info.block_bytes:
+                whole.append(info)
+        _verify_whole(whole)
+        self._own = {name for name, tensor in tensors.items() if _is_own(tensor)}
+        self._devices = {
+            tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"
+        }
 
-    def _compare(self, name: str, chunk: _Chunk, found: TensorSpec | None) -> None:
-        expected = (DTYPES[self.specs[name].dtype], chunk.shape)
-        if found is None or (found.dtype, found.shape) != expected:
-            raise CheckpointCorrupt(
-                f"the manifest has {name} as {expected}, its file as "
-                f"{(found.dtype, found.shape) if found else 'missing'}",
-                where=str(self._folder / self._files[chunk.rank]),
-                done="nothing was restored from it",
-                advice="use an older checkpoint",
-            )
+    def read(self) -> int:
+        """Fill the tensors that were checked; returns the bytes copied into them.
 
-    def _chunk(self, index: MetadataIndex) -> _Chunk:
+        torch's ``load`` would do the same, but turns every exception, that of a restart too, into
+        one of its own.
+
+        Raises:
+            CheckpointCorrupt: bytes differ from what was committed; tensors may be filled in part.
+            OSError: a file cannot be read; the same.
+        """
+        self.reset()
+        with warnings.catch_warnings(), torch.no_grad():
+            # Nothing writes to the read-only maps.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            self.read_data(*self._planned)
+        return self.bytes
+
+    def _chunk(self, index: MetadataIndex) -> StoredChunk:
         return self._chunks[index.fqn, tuple(index.offset or ())]
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
@@ -170,37 +176,67 @@ class ManifestReader(StorageReader):
         return Metadata(state_dict_metadata=dict(self._metadata))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what ``plan`` wants from the files that ``verify`` has passed."""
-        maps: dict[int, mmap.mmap] = {}
-        try:
-            for item in plan.items:
-                chunk = self._chunk(item.storage_index)
-                if chunk.rank not in maps:
-                    maps[chunk.rank] = self._map(chunk.rank)
-                stored = self._view(maps[chunk.rank], item.storage_index.fqn, chunk)
-                target = planner.resolve_tensor(item).detach()
+        """Copy what ``plan`` wants from the files that ``check`` has passed."""
+        targets = [planner.resolve_tensor(item).detach() for item in plan.items]
+        by_file: dict[str, list[tuple[ReadItem, torch.Tensor]]] = {}
+        for item, target in zip(plan.items, targets, strict=True):
+            if target.numel():
+                file = self._chunk(item.storage_index).file
+                by_file.setdefault(file, []).append((item, target))
+        buffers, emptied = _bounce(self._devices) if self._devices else (plain_buffer, _nothing)
+        reader = BlockReader(alone=self._alone, place=self._rank, buffers=buffers, emptied=emptied)
+        pieces: list[BytePiece | BlockPiece] = []
+        for name, wanted in by_file.items():
+            info = self._files[name][0]
+            if info.block_bytes:
+                found = [self._piece(item, target) for item, target in wanted]
+                reader.add(info, found)
+                pieces += found
+            else:
+                self._copy_mapped(info, wanted)
+        reader.run()
+        for one in pieces:
+            one.finish()
+        for item, target in zip(plan.items, targets, strict=True):
+            planner.commit_tensor(item, target)
+            self.bytes += target.numel() * target.element_size()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _piece(self, item: ReadItem, target: torch.Tensor) -> BytePiece | BlockPiece:
+        chunk = self._chunk(item.storage_index)
+        name = item.storage_index.fqn
+        region = Region(
+            begin=self._files[chunk.file][1][chunk.key][0],
+            dtype=self.specs[name].dtype,
+            shape=chunk.shape,
+            offsets=tuple(item.storage_offsets),
+            lengths=tuple(item.lengths),
+        )
+        return piece(region, target, shared=not (self._alone or name in self._own))
+
+    def _copy_mapped(
+        self, info: StoredFile, wanted: Sequence[tuple[ReadItem, torch.Tensor]]
+    ) -> None:
+        """Copy from a file that was verified as a whole, or that has no checksums."""
+        with (
+            info.path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        ):
+            for item, target in wanted:
+                stored = self._view(mapped, item.storage_index)
                 for dim, (start, length) in enumerate(
                     zip(item.storage_offsets, item.lengths, strict=True)
                 ):
                     stored = stored.narrow(dim, start, length)
                 target.copy_(stored)
-                planner.commit_tensor(item, target)
-                self.bytes += target.numel() * target.element_size()
-                del stored
-        finally:
-            for opened in maps.values():
-                opened.close()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+                del stored  # else the map cannot be closed
 
-    def _map(self, rank: int) -> mmap.mmap:
-        with layout.inside(self._folder, self._files[rank]).open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def _view(self, file: mmap.mmap, name: str, chunk: _Chunk) -> torch.Tensor:
-        start, stop = self._spans[chunk.rank][name]
-        dtype = self.specs[name].dtype
+    def _view(self, file: mmap.mmap, index: MetadataIndex) -> torch.Tensor:
+        chunk = self._chunk(index)
+        start, stop = self._files[chunk.file][1][chunk.key]
+        dtype = self.specs[index.fqn].dtype
         raw = torch.frombuffer(file, dtype=torch.uint8, count=stop - start, offset=start)
         if start % dtype.itemsize:
             raw = raw.clone()  # another library's file need not align its tensors
@@ -225,7 +261,7 @@ class ManifestReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A reader is made from a manifest, never found by a path."""
+        """A reader is made from a source, never found by a path."""
         return False
 
 
@@ -237,6 +273,7 @@ def load(
     rank: int,
     world: int,
     run: str | None = None,
+    strict: bool = True,
 ) -> LoadReport:
     """Fill ``tracked`` from the committed checkpoint ``folder`` under ``root``.
 
@@ -245,15 +282,21 @@ def load(
 
     Args:
         tracked: The objects, under the names under which they were saved.
-        root: Folder of the checkpoints. folder: Name of the checkpoint in it.
+        root: Folder of the checkpoints. folder: Name of the checkpoint in it, or the absolute path
+            of one that lies elsewhere.
         rank: This rank. world: Number of ranks now.
         run: Run that the checkpoint must be of; None: any.
+        strict: Whether objects and tensors of modules that only one side has are an error; else
+            they keep what they have, or are not read.
 
     Raises:
-        CheckpointCorrupt: it is not committed, or bytes differ from what was; nothing was changed.
+        CheckpointCorrupt: it is not committed, or bytes differ from what was; in files that have
+            checksums of their blocks that may be found when tensors are filled in part.
         CheckpointMismatch: another run's or another model's; nothing was changed.
     """
-    return prepare(tracked, root, folder, rank=rank, world=world, run=run).apply()
+    prepared = prepare(tracked, root, folder, rank=rank, world=world, run=run, strict=strict)
+    prepared.read()
+    return prepared.apply()
 
 
 def prepare(
@@ -264,42 +307,110 @@ def prepare(
     rank: int,
     world: int,
     run: str | None = None,
+    strict: bool = True,
 ) -> PreparedLoad:
-    """Check all that ``load`` checks and change nothing. Arguments and errors as ``load``."""
-    place = layout.inside(root, folder)
-    content = catalog.load(root, folder)
-    version = content.version
-    if run is not None and version.run != run:
+    """Check all that can be checked without reading tensors, and change nothing.
+
+    Arguments and errors as ``load``.
+    """
+    # A folder of another run is named by its path, whatever it is of.
+    outside = Path(folder).is_absolute()
+    source = open_source(Path(folder)) if outside else ManifestSource(root, folder)
+    return prepare_source(tracked, source, rank=rank, world=world, run=run, strict=strict)
+
+
+def prepare_source(
+    tracked: Mapping[str, object],
+    source: Source,
+    *,
+    rank: int,
+    world: int,
+    run: str | None = None,
+    strict: bool = True,
+) -> PreparedLoad:
+    """As ``prepare``, from any source."""
+    about = source.about
+    if run is not None and about.run is not None and about.run != run:
         raise CheckpointMismatch(
-            f"the checkpoint is of run {version.run!r}, this is run {run!r}",
-            where=str(place),
+            f"the checkpoint is of run {about.run!r}, this is run {run!r}",
+            where=about.where,
             done="nothing was restored",
             advice="give the run its own folder, or restore with the id of the run that saved it",
         )
-    source = rank if rank < version.world else 0
-    reader = ManifestReader(place, content, source)
-    values = content.values_of(source)
+    reader = SourceReader(source, rank, alone=world == 1)
+    values = dict(source.values(rank))
+    if not about.complete:
+        values |= _kept_values(tracked, values, reader.specs, world)
+    objects: tuple[list[str], list[str]] = ([], [])
+    if not (strict and about.complete):
+        objects = _on_one_side(tracked, values)
+        tracked = {name: one for name, one in tracked.items() if name in values}
+        values = {
+            name: one
+            for name, one in values.items()
+            if name in tracked or name == torch_state.NAMES_KEY
+        }
     destination = torch_state.prepare_for_load(tracked, values, reader.specs, world=world)
-    _check_fit(destination, reader.specs, values.get(torch_state.NAMES_KEY), str(place))
+    tensors = _check_fit(destination, reader.specs, values, about.where, strict=strict)
     stored = {name: tensor for name, tensor in destination.tensors.items() if name in reader.specs}
-    reader.verify(stored)
-    return PreparedLoad(destination, reader, version.step)
+    reader.check(stored)
+    left_out = torch_state.listed(
+        "missing", *(a + b for a, b in zip(objects, tensors, strict=True))
+    )
+    return PreparedLoad(destination, reader, about.step, left_out)
 
 
-def _planner() -> DefaultLoadPlanner:
-    return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def _kept_values(
+    tracked: Mapping[str, object],
+    values: Mapping[str, object],
+    specs: Mapping[str, Spec],
+    world: int,
+) -> dict[str, object]:
+    """The present plain state of objects of which a source has tensors and nothing else."""
+    return {
+        name: part.value()
+        for name, part in torch_state.parts_of(tracked, world).items()
+        if name not in values
+        and any(stored == name or stored.startswith(f"{name}.") for stored in specs)
+    }
+
+
+def _on_one_side(
+    tracked: Mapping[str, object], values: Mapping[str, object]
+) -> tuple[list[str], list[str]]:
+    """Names of the objects that are only tracked, and of those that are only stored."""
+    either = {name for name in tracked.keys() ^ values.keys() if not name.startswith("$")}
+    return sorted(either - values.keys()), sorted(either - tracked.keys())
 
 
 def _check_fit(
-    destination: Destination, specs: Mapping[str, Spec], stored_names: object, where: str
-) -> None:
+    destination: Destination,
+    specs: Mapping[str, Spec],
+    values: Mapping[str, object],
+    where: str,
+    *,
+    strict: bool,
+) -> tuple[list[str], list[str]]:
+    """Tensors that are only here, and those that are only stored, where that is allowed.
+
+    Raises:
+        CheckpointMismatch: a shape or type differs, or something is on one side only.
+    """
     live = destination.tensors
     missing = sorted(name for name in live if name not in specs)
     unexpected = sorted(name for name in specs if name not in live)
-    if torch_state.digest(live) == stored_names:
+    if torch_state.digest(live) == values.get(torch_state.NAMES_KEY):
         # The rank that saved had exactly these tensors: the others belong to ranks with other parts
         # of the model (pipeline stages).
         unexpected = []
+    allowed: tuple[list[str], list[str]] = ([], [])
+    if not strict:
+        # What a module lacks keeps its value. Half the state of anything else would be no state.
+        modules = tuple(
+            f"{name}." for name, part in destination.parts.items() if isinstance(part, ModulePart)
+        )
+        allowed = [name for name in missing if name.startswith(modules)], unexpected
+        missing, unexpected = sorted(set(missing) - set(allowed[0])), []
     other = [
         f"{name}: {_described(specs[name].dtype, specs[name].shape)} in the checkpoint, "
         f"{_described(tensor.dtype, tuple(tensor.shape))} here"
@@ -318,6 +429,40 @@ def _check_fit(
             done="nothing was restored",
             advice="restore into the model and optimizer that were saved",
         )
+    return allowed
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """Whether no other rank holds the elements of ``tensor`` that this one holds."""
+    if isinstance(tensor, DTensor):
+        return all(
+            placement.is_shard() or tensor.device_mesh.size(dim) == 1
+            for dim, placement in enumerate(tensor.placements)
+        )
+    return isinstance(tensor, FlatPart) and tensor.local.numel() < tensor.shape.numel()
+
+
+def _bounce(
+    devices: Collection[torch.device],
+) -> tuple[Callable[[int], memoryview], Callable[[], None]]:
+    """Buffers from which a GPU copies by itself, and what waits until it has."""
+    kept: list[torch.Tensor] = []
+
+    def buffer(size: int) -> memoryview:
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        kept.append(pinned)
+        array = (ctypes.c_char * size).from_address(pinned.data_ptr())
+        return memoryview(array).cast("B")
+
+    def emptied() -> None:
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    return buffer, emptied
+
+
+def _nothing() -> None:
+    return None
 
 
 def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
@@ -334,17 +479,39 @@ def _dtype(name: str, stored: str) -> torch.dtype:
     return TORCH_DTYPES[stored]
 
 
-def _verify_file(path: Path, info: FileInfo) -> None:
+def _check_spans(info: StoredFile, spans: Mapping[str, Span], wanted: Mapping[str, int]) -> None:
+    """The bytes of each wanted key must be there, as many as its elements need."""
+    for key, nbytes in wanted.items():
+        start, stop = spans.get(key, (0, 0))
+        if key not in spans or not 0 <= start <= stop <= info.size or stop - start != nbytes:
+            raise CheckpointCorrupt(
+                f"{key} has {nbytes} bytes and should lie at {start} to {stop} of {info.size}",
+                where=str(info.path),
+                done="nothing was restored from it",
+                advice="use an older checkpoint",
+            )
+
+
+def _verify_whole(files: Sequence[StoredFile]) -> None:
+    """Compare files that have no checksums of blocks with their own, several at once."""
+    with ThreadPoolExecutor(max(1, min(THREADS, len(files)))) as pool:
+        for _ in pool.map(_verify_file, files):
+            pass
+
+
+def _verify_file(info: StoredFile) -> None:
+    expected = f"{info.size} bytes"
     try:
-        checksum = verify.file_checksum(path, info.block_bytes)
-        found = f"{path.stat().st_size} bytes with {checksum}"
+        found = f"{info.path.stat().st_size} bytes"
+        if info.checksum:
+            expected += f" with {info.checksum}"
+            found += f" with {verify.file_checksum(info.path)}"
     except FileNotFoundError:
         found = "no file"
-    expected = f"{info.size} bytes with {info.checksum}"
     if found != expected:
         raise CheckpointCorrupt(
             f"a file differs from what was committed: expected {expected}, found {found}",
-            where=str(path),
+            where=str(info.path),
             done="nothing was restored from it",
             advice="use an older checkpoint; check the storage",
         )
