@@ -95,7 +95,7 @@ def claim_folder(root: Path, version: Version) -> str:
     root.mkdir(parents=True, exist_ok=True)
     for name in layout.list_folders(root):
         parsed = layout.parse_folder(name)
-        if parsed and parsed.step == version.step and owner(root / name) == version:
+        if parsed and parsed.step == version.step and read_owner(root / name) == version:
             return name
     text = msgspec.json.encode(version)
     for name in layout.folder_names(version):
@@ -112,7 +112,7 @@ def claim_folder(root: Path, version: Version) -> str:
                 pass
             except FileNotFoundError:
                 continue  # it was the empty rest of a removed checkpoint; make it anew
-            if owner(folder) == version:
+            if read_owner(folder) == version:
                 return name
             break
     raise _failed(f"every folder name for step {version.step} is taken", str(root))
@@ -121,9 +121,16 @@ def claim_folder(root: Path, version: Version) -> str:
 def owner(folder: Path) -> Version | None:
     """The version that ``folder`` belongs to, or None if nobody says so readably."""
     try:
-        data = (folder / layout.VERSION_FILE).read_bytes()
-        return msgspec.json.decode(data, type=Version)
-    except (OSError, msgspec.DecodeError):
+        return read_owner(folder)
+    except OSError:
+        return None
+
+
+def read_owner(folder: Path) -> Version | None:
+    """As ``owner``, for those who act on a None. Raises OSError: storage failed."""
+    try:
+        return msgspec.json.decode((folder / layout.VERSION_FILE).read_bytes(), type=Version)
+    except (FileNotFoundError, msgspec.DecodeError):
         return None
 
 
