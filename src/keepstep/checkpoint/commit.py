@@ -11,7 +11,7 @@ from pathlib import Path
 
 from keepstep.checkpoint import layout, manifest
 from keepstep.checkpoint.manifest import Manifest, Receipt
-from keepstep.checkpoint.writer import owner
+from keepstep.checkpoint.writer import read_owner
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import CheckpointCorrupt, SaveFailed
 from keepstep.wire.types import Version
@@ -51,8 +51,9 @@ def commit(root: Path, folder: str, version: Version, clock: Clock = SYSTEM) -> 
     published = _published(path, version)
     if published is not None:
         return published
-    if owner(path) != version:
-        raise _refused(f"the folder belongs to {owner(path)}, not to {version}", path)
+    found = read_owner(path)
+    if found != version:
+        raise _refused(f"the folder belongs to {found}, not to {version}", path)
     missing = missing_receipts(root, folder, version.world)
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
