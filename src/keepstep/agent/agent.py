@@ -47,6 +47,7 @@ from keepstep.wire.messages import (
     SaveBegun,
     ShardDone,
     ShardFailed,
+    ShardRetry,
     SlotFree,
     SlotWanted,
     Spawned,
@@ -290,7 +291,7 @@ class Agent:
                 self._roster.exited(pid, os.waitstatus_to_exitcode(status), t)
 
     def _from_writer(self, message: FROM_WRITER) -> None:
-        if isinstance(message, Committed):
+        if isinstance(message, Committed | ShardRetry):
             return  # only a writer without coordinator commits
         version = message.version
         if isinstance(message, ShardFailed):

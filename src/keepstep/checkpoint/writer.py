@@ -6,36 +6,35 @@ Runs in the node's writer process. Needs no torch: the image is byte for byte th
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from keepstep.checkpoint import blocks, layout, manifest, shard_file
+from keepstep.checkpoint import blocks, direct_io, layout, manifest, shard_file
+from keepstep.checkpoint.images import Images
 from keepstep.checkpoint.manifest import Receipt
 from keepstep.errors import CheckpointError, SaveFailed
 from keepstep.wire.types import Version
 
-CHUNK = 16 << 20
-"""Bytes of one write; large, so that storage works at full speed without many in flight."""
-BLOCK = 4096
-"""Direct writes start and end at multiples of this."""
 _ATTEMPTS = 5
+_CHUNK = 16 << 20
 
 
 def write_shard(
-    source_fd: int, size: int, root: Path, version: Version, rank: int
+    source_fd: int,
+    size: int,
+    root: Path,
+    version: Version,
+    rank: int,
+    images: Images | None = None,
 ) -> tuple[Receipt, str]:
     """Write the file image in ``source_fd`` as ``rank``'s shard of ``version``.
 
     The shard gets its name only when it is durable, and the receipt only after the shard. Once a
     receipt exists its shard never changes: writing the same bytes again does nothing, writing
-    others fails.
+    others fails. What a killed writer left of the same shard is removed first.
 
     Args:
         source_fd: Descriptor of a memfd or file that holds the image from its start.
@@ -43,16 +42,19 @@ def write_shard(
         root: Folder of all checkpoints; made if missing.
         version: The state that the image belongs to.
         rank: Whose shard it is.
+        images: Where mappings of earlier images are kept for the next ones.
 
     Returns:
         The receipt, and the name of the checkpoint's folder under ``root``.
 
     Raises:
-        SaveFailed: the shard is not durable; its partial file was removed.
+        SaveFailed: the shard is not durable; its partial file was removed. Trying again may help if
+            ``was_refused`` says so.
     """
     shown = f"{root}, rank {rank}, step {version.step}"
     try:
-        with _image(source_fd, size) as image:
+        images = Images() if images is None else images
+        with images.open(source_fd, size, rank) as image:
             header = shard_file.parse_header(image, size, where="shared memory")
             if (header.version, header.rank) != (version, rank):
                 raise _failed(
@@ -78,8 +80,36 @@ def write_shard(
         raise
     except CheckpointError as error:
         raise _failed(error.what, error.where or shown) from error
-    except (OSError, ValueError) as error:
-        raise _failed(_with_numbers(error, size, root), shown) from error
+    except OSError as error:
+        done = _DONE if _remove_leftovers(root, version, rank) else _NOT_REMOVED
+        raise _failed(_with_numbers(error, size, root), shown, done) from error
+    except ValueError as error:
+        raise _failed(str(error), shown) from error
+
+
+def was_refused(failure: SaveFailed) -> bool:
+    """Whether a ``write_shard`` failed because storage refused it: that may pass."""
+    return isinstance(failure.__cause__, OSError)
+
+
+def _remove_leftovers(root: Path, version: Version, rank: int) -> bool:
+    """Remove unfinished files of the shard; False if one is still there, or may be."""
+    try:
+        for name in layout.list_folders(root):
+            parsed = layout.parse_folder(name)
+            if parsed and parsed.step == version.step and read_owner(root / name) == version:
+                _remove_unfinished(root / name, rank)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_unfinished(folder: Path, rank: int) -> None:
+    """Remove what a killed writer of this shard left; one that still lives fails, and says so."""
+    own = (f".{layout.shard_name(rank)}.", f".{layout.receipt_name(rank)}.")
+    for name in os.listdir(folder):
+        if name.startswith(own) and layout.is_temporary_name(name):
+            (folder / name).unlink(missing_ok=True)
 
 
 def claim_folder(root: Path, version: Version) -> str:
@@ -104,7 +134,7 @@ def claim_folder(root: Path, version: Version) -> str:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
                 layout.sync_folder(root)
-            if (folder / layout.MANIFEST).exists():
+            if layout.is_published(folder / layout.MANIFEST):
                 break
             try:
                 layout.publish(folder / layout.VERSION_FILE, text)
@@ -134,12 +164,6 @@ def read_owner(folder: Path) -> Version | None:
         return None
 
 
-@contextlib.contextmanager
-def _image(fd: int, size: int) -> Iterator[memoryview]:
-    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as image:
-        yield image
-
-
 def _written_before(folder: Path, image: memoryview, rank: int) -> Receipt | None:
     """The receipt of an earlier, equal write.
 
@@ -147,12 +171,12 @@ def _written_before(folder: Path, image: memoryview, rank: int) -> Receipt | Non
         SaveFailed: there is one, and its shard has other bytes.
     """
     path = folder / layout.receipt_name(rank)
-    try:
-        receipt = manifest.decode_receipt(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        if (folder / layout.MANIFEST).exists():
-            raise _failed("the version is committed already", str(folder)) from None
+    if not layout.is_published(path):
+        if layout.is_published(folder / layout.MANIFEST):
+            raise _failed("the version is committed already", str(folder))
+        path.unlink(missing_ok=True)  # empty: a writer was killed while it took the name
         return None
+    receipt = manifest.decode_receipt(path.read_bytes(), str(path))
     if receipt.size == len(image) and receipt.checksum == _checksum(image, receipt.block_bytes):
         return receipt
     raise _failed(
@@ -162,85 +186,41 @@ def _written_before(folder: Path, image: memoryview, rank: int) -> Receipt | Non
 
 
 def _checksum(image: memoryview, block_bytes: int) -> str:
-    if block_bytes:
-        return blocks.combine(_digests(image, block_bytes))
-    digest = xxhash.xxh3_128()
-    for at in range(0, len(image), CHUNK):
-        with image[at : at + CHUNK] as part:
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _digests(image: memoryview, block_bytes: int) -> list[bytes]:
-    found: list[bytes] = []
-    for at in range(0, len(image), block_bytes):
-        with image[at : at + block_bytes] as block:
-            found.append(blocks.digest(block))
-    return found
+    """The checksum that a receipt of ``image`` has."""
+    whole, digests = xxhash.xxh3_128(), []
+    for at in range(0, len(image), block_bytes or _CHUNK):
+        with image[at : at + (block_bytes or _CHUNK)] as part:
+            if block_bytes:
+                digests.append(blocks.digest(part))
+            else:
+                whole.update(part)
+    return blocks.combine(digests) if block_bytes else whole.hexdigest()
 
 
 def _write(image: memoryview, folder: Path, rank: int) -> list[bytes]:
     """Write ``image`` under a temporary name, make it durable, rename it; returns its digests."""
     final = folder / layout.shard_name(rank)
+    _remove_unfinished(folder, rank)
     temporary = folder / layout.temporary_name(final.name)
     try:
-        fd = _open(temporary)
+        fd = direct_io.open_new(temporary)
         try:
-            _copy(image, fd)
-            os.fsync(fd)
+            digests = direct_io.write_image(image, fd)
         finally:
             os.close(fd)
-        if (folder / layout.MANIFEST).exists():
+        if layout.is_published(folder / layout.MANIFEST):
             raise _failed("the version was committed meanwhile", str(folder))
         temporary.rename(final)
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error says more
+            temporary.unlink(missing_ok=True)
+        raise
     layout.sync_folder(folder)
-    return _digests(image, blocks.BLOCK_BYTES)
+    return digests
 
 
-def _open(path: Path) -> int:
-    """Open a new file for direct writes, or for buffered ones where storage refuses those."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        path.unlink(missing_ok=True)  # some file systems refuse only after they made the file
-        return os.open(path, flags, 0o644)
-
-
-def _copy(image: memoryview, fd: int) -> None:
-    """Write all of ``image`` to ``fd``."""
-    whole = len(image) // BLOCK * BLOCK
-    for at in range(0, whole, CHUNK):
-        with image[at : min(at + CHUNK, whole)] as part:
-            _write_all(fd, part)
-    if whole < len(image):
-        with image[whole:] as tail, mmap.mmap(-1, BLOCK) as padded:  # anonymous: aligned memory
-            padded[: len(tail)] = bytes(tail)
-            with memoryview(padded) as block:
-                _write_all(fd, block)
-        os.ftruncate(fd, len(image))
-
-
-def _write_all(fd: int, part: memoryview) -> None:
-    done = 0
-    while done < len(part):
-        with part[done:] as rest:
-            try:
-                done += os.write(fd, rest)
-            except OSError as error:
-                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-                if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                    raise
-                # The device wants larger blocks, or a short write left us between two of them.
-                fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-
-
-def _with_numbers(error: OSError | ValueError, size: int, root: Path) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+def _with_numbers(error: OSError, size: int, root: Path) -> str:
+    reason = error.strerror or str(error)
     try:
         space = os.statvfs(root)
     except OSError:
@@ -249,10 +229,14 @@ def _with_numbers(error: OSError | ValueError, size: int, root: Path) -> str:
     return f"writing a shard of {size} bytes failed: {reason}; {free} bytes are free"
 
 
-def _failed(what: str, where: str) -> SaveFailed:
+_DONE = "the partial file was removed and nothing was committed"
+_NOT_REMOVED = "nothing was committed; the partial file is removed by a later save"
+
+
+def _failed(what: str, where: str, done: str = _DONE) -> SaveFailed:
     return SaveFailed(
         what,
         where=where,
-        done="the partial file was removed and nothing was committed",
+        done=done,
         advice="check space, quota and rights of the checkpoint folder",
     )

@@ -2,8 +2,9 @@
 
 Run as ``python -m keepstep.checkpoint.writer_process --fd N``, where N is one end of a unix socket
 pair. It takes ``WriteShard`` messages, each with the descriptor of a staged image, and answers
-``ShardWritten`` or ``ShardFailed``. For a version of which it wrote a shard with ``commit`` set, it
-also waits for the receipts of all ranks, publishes, applies retention and sends one ``Committed``.
+``ShardWritten`` or ``ShardFailed``; before that ``ShardRetry`` each time that storage refused the
+shard and it will try again. For a version of which it wrote a shard with ``commit`` set, it also
+waits for the receipts of all ranks, publishes, applies retention and sends one ``Committed``.
 
 A save in flight must outlive its owner: signals meant for the job are ignored, and when the socket
 closes the writer finishes what it has, waits a bounded time for receipts of others, and ends.
@@ -25,7 +26,9 @@ from pathlib import Path
 
 from keepstep.checkpoint import retention
 from keepstep.checkpoint.commit import commit, missing_receipts
-from keepstep.checkpoint.writer import write_shard
+from keepstep.checkpoint.images import Images
+from keepstep.checkpoint.manifest import Receipt
+from keepstep.checkpoint.writer import was_refused, write_shard
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import ExitCode, InternalError, KeepstepError, SaveFailed
 from keepstep.wire.channel import Channel, Closed
@@ -34,6 +37,7 @@ from keepstep.wire.messages import (
     TO_WRITER,
     Committed,
     ShardFailed,
+    ShardRetry,
     ShardWritten,
     WriteShard,
 )
@@ -42,6 +46,10 @@ from keepstep.wire.types import Version
 WRITERS = 2
 """Shards written at the same time; more did not make storage faster."""
 POLL_S = 0.02
+FIRST_DELAY_S = 0.5
+"""Before the first retry; each further one waits twice as long."""
+NICENESS = 10
+"""Training comes first: the writer takes what it leaves, a tenth of a core if it leaves nothing."""
 COMMIT_LIMIT_S = 600.0
 LINGER_S = 10.0
 _REMEMBERED = 16
@@ -83,6 +91,7 @@ class Writer:
         self._limit_s = commit_limit_s
         self._linger_s = linger_s
         self._changed = threading.Condition()
+        self._images = Images()
         self._saves: dict[Version, _Save] = {}
         self._closed = False
         self._closed_at = 0.0
@@ -121,9 +130,7 @@ class Writer:
         began = self._clock.mono()
         folder, error = "", ""
         try:
-            receipt, folder = write_shard(
-                fd, message.size, Path(message.root), message.version, message.rank
-            )
+            receipt, folder = self._write_patiently(message, fd)
         except SaveFailed as failure:
             error = str(failure)
         except Exception as failure:  # noqa: BLE001 - a bug must still settle the save
@@ -148,6 +155,34 @@ class Writer:
                 )
             )
         self._note(message, folder, error)
+
+    def _write_patiently(self, message: WriteShard, fd: int) -> tuple[Receipt, str]:
+        """Write a shard; the slot still has its bytes when storage refuses them."""
+        attempt = 1
+        while True:
+            try:
+                return write_shard(
+                    fd,
+                    message.size,
+                    Path(message.root),
+                    message.version,
+                    message.rank,
+                    self._images,
+                )
+            except SaveFailed as failure:
+                if attempt > message.retries or not was_refused(failure):
+                    raise
+                self._send(
+                    ShardRetry(
+                        ticket=message.ticket,
+                        rank=message.rank,
+                        version=message.version,
+                        error=str(failure),
+                        attempt=attempt,
+                    )
+                )
+            self._clock.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
+            attempt += 1
 
     def _note(self, message: WriteShard, folder: str, error: str) -> None:
         """The answer is sent: the version may be committed from now on."""
@@ -240,6 +275,13 @@ def _refused(version: Version, folder: str, error: str) -> Committed:
     return Committed(version=version, folder=folder, bytes=0, error=error)
 
 
+def _step_back() -> None:
+    """Give way to training on the processor."""
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="keepstep.checkpoint.writer_process")
@@ -249,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    _step_back()
     channel: Channel[TO_WRITER] = Channel(
         socket.socket(fileno=arguments.fd), TO_WRITER, blocking=True
     )

@@ -22,7 +22,14 @@ from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import InternalError, SaveFailed
 from keepstep.rank.shard_writer import Slot
 from keepstep.wire.channel import Channel, Closed, pair
-from keepstep.wire.messages import FROM_WRITER, Committed, ShardFailed, ShardWritten, WriteShard
+from keepstep.wire.messages import (
+    FROM_WRITER,
+    Committed,
+    ShardFailed,
+    ShardRetry,
+    ShardWritten,
+    WriteShard,
+)
 from keepstep.wire.types import Version
 
 SLOTS = 2
@@ -269,6 +276,8 @@ class LocalStaging:
         self._ended(popen.pid, status)
 
     def _take(self, message: FROM_WRITER) -> None:
+        if isinstance(message, ShardRetry):
+            return  # the slot stays the writer's
         with self._changed:
             if isinstance(message, Committed):
                 pending = self._committing.pop(message.version, None)

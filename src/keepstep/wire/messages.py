@@ -305,6 +305,19 @@ class ShardWritten(Message):
     write_s: float
 
 
+class ShardRetry(Message):
+    """Storage refused the shard for the ``attempt``-th time, counted from 1; it is tried again.
+
+    ShardWritten or ShardFailed follows.
+    """
+
+    ticket: int
+    rank: int
+    version: Version
+    error: str
+    attempt: int
+
+
 class ShardFailed(Message):
     """The shard could not be written; nothing was committed."""
 
@@ -507,7 +520,7 @@ TO_RANK = (
 FROM_RANK = Hello | Join | Failed | Returned | StopAck | SlotWanted | Staged | SaveAsk | StoreCall
 TO_WRITER = WriteShard
 FROM_LEASE = LeaseNews
-FROM_WRITER = ShardWritten | ShardFailed | Committed
+FROM_WRITER = ShardWritten | ShardRetry | ShardFailed | Committed
 TO_COORDINATOR = (
     AgentHello
     | RankUp
