@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from keepstep import events
@@ -72,10 +73,18 @@ class Agent:
 
     Args:
         spec: What is launched. console: where people look. checks: of the node's health.
+        lost: Says, once another job has taken the folder of checkpoints, who it is.
     """
 
-    def __init__(self, spec: Launch, console: Console, checks: list[HealthCheck]) -> None:
+    def __init__(
+        self,
+        spec: Launch,
+        console: Console,
+        checks: list[HealthCheck],
+        lost: Callable[[], str] = str,
+    ) -> None:
         self._spec = spec
+        self._lost_folder, self._told_lost = lost, False
         self._console = console
         self._files = EventFiles(
             spec.run_dir / "events", f"agent-0-{int(SYSTEM.wall())}-{os.getpid()}.jsonl"
@@ -223,6 +232,10 @@ class Agent:
             self._look_for_hangs(ranks, now)
         for finding in self._health.take():
             self.found(finding)
+        taken = "" if self._told_lost else self._lost_folder()
+        if taken:
+            self._told_lost = True
+            self._console.say(f"{taken}: nothing that this run saves is committed any more")
         if self._roster.hopeless:
             logs = self._spec.log_dir / "parked-*.stderr.log"
             text = f"parked processes end before they are used; see {logs}"

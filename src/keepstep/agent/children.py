@@ -12,10 +12,14 @@ from keepstep import linux
 from keepstep.agent.environment import importable
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.store_host import StoreHost
+from keepstep.clock import SYSTEM
 from keepstep.config.load import encode
 from keepstep.wire.channel import Channel, pair
 from keepstep.wire.messages import FROM_COORDINATOR, FROM_WRITER, FROM_ZYGOTE
 from keepstep.wire.types import STORE_VARIABLE
+
+_KILLED_S = 2.0
+"""How long a killed process may take to be gone."""
 
 
 def _start(
@@ -55,6 +59,7 @@ class Children:
             [
                 *("--run", spec.run_id, "--run-dir", str(spec.run_dir)),
                 *("--world", str(spec.nproc), "--config", encode(config).decode()),
+                *("--lease", str(spec.lease)),
             ],
             environ,
             logs / "coordinator.log",
@@ -97,16 +102,30 @@ class Children:
         self.writer, self.writer_process = self._new_writer()
         return f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
 
-    def close(self, limit_s: float) -> None:
-        """End them by closing their channels; kill who takes longer than ``limit_s`` seconds."""
+    def close(self, limit_s: float) -> list[str]:
+        """End them by closing their channels; kill who takes longer than ``limit_s`` seconds.
+
+        Returns:
+            Who could not be ended, because storage blocks it: such a process is left behind.
+        """
         for channel in (self.zygote, self.writer, self.coordinator):
             channel.close()
-        for process in (self.zygote_process, self.writer_process, self.coordinator_process):
+        deadline = SYSTEM.mono() + limit_s
+        left: list[str] = []
+        for name, process in (
+            ("zygote", self.zygote_process),
+            ("writer", self.writer_process),
+            ("coordinator", self.coordinator_process),
+        ):
             try:
-                process.wait(limit_s)
+                process.wait(max(0.0, deadline - SYSTEM.mono()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                try:
+                    process.wait(_KILLED_S)
+                except subprocess.TimeoutExpired:
+                    left.append(f"{name}, process {process.pid}, state {linux.state(process.pid)}")
         if self.store is not None:
             self.store.close()
-        linux.end_children(keep=self._not_ours, limit_s=limit_s)
+        linux.end_children(keep=self._not_ours, limit_s=_KILLED_S if left else limit_s)
+        return left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -13,13 +13,14 @@ from typing import Protocol
 from keepstep import __version__, events
 from keepstep.agent.agent import Agent
 from keepstep.agent.console import Console
-from keepstep.agent.environment import shared_environment
+from keepstep.agent.environment import importable, shared_environment
 from keepstep.agent.ft_command import ft_command, launcher_environment
 from keepstep.agent.health_watch import checks_of, refuse_bad_start
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.nvrx_requirements import installed
 from keepstep.agent.observe.observer import Observer
 from keepstep.agent.run_folder import RunFolder
+from keepstep.checkpoint.lease_keeper import LeaseKeeper
 from keepstep.errors import ExitCode
 from keepstep.faults import triggers
 from keepstep.faults.plan import FaultPlan
@@ -56,17 +57,23 @@ def launch(spec: Launch) -> int:
 
     Raises:
         UsageError: the run folder or a fault cannot be used.
+        FolderInUse: another job saves into the folder of checkpoints.
         CheckpointNotWritable: checkpoints cannot be written.
     """
     spec = _completed(spec)
     _check_faults(spec)
     folder = RunFolder(spec)
     console = Console()
+    lease = _lease(spec, console)
     try:
+        if spec.number == 0:  # one node holds it for all
+            lease.begin()
         checks = checks_of(spec)
         findings = run_all(checks)
         refuse_bad_start(findings)
-        agent = _runner(spec, console, checks)
+        if spec.number == 0:
+            spec = dataclasses.replace(spec, lease=lease.claim())
+        agent = _runner(spec, console, checks, lease.lost)
         agent.recorder.emit(
             events.RunBegin(
                 argv=spec.argv,
@@ -91,13 +98,28 @@ def launch(spec: Launch) -> int:
         console.tables(closing_table(build(spec.run_dir)))
         return code
     finally:
+        lease.close()
         folder.close()
 
 
-def _runner(spec: Launch, console: Console, checks: list[HealthCheck]) -> Runner:
-    """Who runs the job here, by the engine's launcher."""
+def _lease(spec: Launch, console: Console) -> LeaseKeeper:
+    """Keeps other jobs out of the folder of checkpoints, and this run's earlier start."""
+    return LeaseKeeper(
+        Path(spec.config.checkpoint.dir),
+        spec.run_id,
+        relieves=True,
+        say=console.say,
+        environ=importable(spec.environ),
+        log=spec.log_dir / "lease.log",
+    )
+
+
+def _runner(
+    spec: Launch, console: Console, checks: list[HealthCheck], lost: Callable[[], str]
+) -> Runner:
+    """Who runs the job here, by the engine's launcher; ``lost`` says if the folder is lost."""
     if spec.config.engine.parts.launcher == "native":
-        return Agent(spec, console, checks)
+        return Agent(spec, console, checks, lost)
     limits = nvrx_limits(spec.config)
     command = ft_command(
         spec,
@@ -106,7 +128,8 @@ def _runner(spec: Launch, console: Console, checks: list[HealthCheck]) -> Runner
         rdzv_endpoint=spec.rdzv_endpoint,
         version=installed().nvrx,
     )
-    return Observer(spec, command, launcher_environment(spec), limits, console, checks)
+    environ = launcher_environment(spec)
+    return Observer(spec, command, environ, limits, console, checks, lost=lost)
 
 
 def _completed(spec: Launch) -> Launch:

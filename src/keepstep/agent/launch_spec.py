@@ -67,6 +67,8 @@ class Launch:
     """This machine's address for other nodes; empty: found out."""
     role: str = "default"
     """ROLE_NAME of the ranks."""
+    lease: int = 0
+    """Number of the lease on the folder of checkpoints; 0: none is held, or not yet."""
     notice_signals: tuple[str, ...] = TORCHRUN_SIGNALS
     """Signals at which ranks get the notice and ``run.grace_s`` seconds to commit."""
 

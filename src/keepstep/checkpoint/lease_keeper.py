@@ -27,7 +27,7 @@ CLOSE_S = 5.0
 
 
 class LeaseKeeper:
-    """Holds the lease of ``root`` from ``claim`` to ``close``.
+    """Holds the lease of ``root`` until ``close``.
 
     Args:
         root: Folder of the checkpoints. run: Run id, may be empty.
@@ -70,6 +70,15 @@ class LeaseKeeper:
         self.number = 0
         """The lease that is held; 0 before ``claim``."""
 
+    def begin(self) -> None:
+        """Begin to claim the folder; ``claim`` says how it went.
+
+        Raises:
+            CheckpointNotWritable: no process could be started.
+        """
+        if self._process is None:
+            self._start()
+
     def claim(self) -> int:
         """Claim the folder; returns the number of the lease.
 
@@ -77,7 +86,7 @@ class LeaseKeeper:
             FolderInUse: another job, alive, saves into it.
             CheckpointNotWritable: storage refuses, or does not answer.
         """
-        self._start()
+        self.begin()
         try:
             self.number = self._await()
         except BaseException:

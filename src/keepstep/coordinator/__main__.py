@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--config", required=True)
+    parser.add_argument("--lease", type=int, default=0)
     options = parser.parse_args()
     ignore_terminal_signals()
     Coordinator(
@@ -26,6 +27,7 @@ def main() -> None:
         run_dir=options.run_dir,
         world=options.world,
         config=decode(options.config.encode()),
+        lease=options.lease,
     ).serve()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.checkpoint.commit import commit
+from keepstep.checkpoint.lease import check
 from keepstep.checkpoint.retention import Keep, apply, sweep
 from keepstep.coordinator.saves import Ready
 from keepstep.errors import KeepstepError
@@ -27,12 +28,19 @@ class Committer:
         root: Folder of the checkpoints. keep: commits to keep.
         wake: Called from the thread when a result is there.
         terms: Where the run's rounds are written down; None: beside ``root``.
+        lease: Number under which ``root`` is held; once it is lost nothing is committed any more.
     """
 
     def __init__(
-        self, root: Path, keep: Keep, wake: Callable[[], None], terms: Path | None = None
+        self,
+        root: Path,
+        keep: Keep,
+        wake: Callable[[], None],
+        terms: Path | None = None,
+        lease: int = 0,
     ) -> None:
         self._root = root
+        self._lease = lease
         self._keep = keep
         self._terms = terms
         self._wake = wake
@@ -61,6 +69,7 @@ class Committer:
         while (ready := self._todo.get()) is not None:
             error = ""
             try:
+                check(self._root, self._lease)
                 commit(self._root, ready.folder, ready.version)
             except (KeepstepError, OSError) as problem:
                 error = str(problem)

@@ -85,10 +85,18 @@ class Coordinator:
     Args:
         sock: Connected to the agent. run, run_dir: the run. world: number of ranks.
         config: settings, with the checkpoint folder filled in.
+        lease: the number under which the agent holds that folder; 0: it does not.
     """
 
     def __init__(
-        self, sock: socket.socket, *, run: str, run_dir: Path, world: int, config: Config
+        self,
+        sock: socket.socket,
+        *,
+        run: str,
+        run_dir: Path,
+        world: int,
+        config: Config,
+        lease: int = 0,
     ) -> None:
         self._channel: Channel[TO_COORDINATOR] = Channel(sock, TO_COORDINATOR, blocking=False)
         self._root = Path(config.checkpoint.dir)
@@ -105,7 +113,7 @@ class Coordinator:
         self._store = KeyValue()
         self._store_round = 0
         keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
-        self._committer = Committer(self._root, keep, self._loop.wake, run_dir / "terms")
+        self._committer = Committer(self._root, keep, self._loop.wake, run_dir / "terms", lease)
         self._gone = False
 
     def _emit(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections.abc import Callable
 
 from keepstep import events
 from keepstep.agent.console import Console
@@ -49,7 +50,8 @@ class Observer:
     Args:
         spec: What is launched. command, environ: the launcher's.
         limits: What the launcher was told. console: where people look. checks: of the node's
-            health. store_host: the module that hosts the store outside the ranks.
+            health. store_host: the module that hosts the store outside the ranks. lost: says, once
+            another job has taken the folder of checkpoints, who it is.
 
     Raises:
         UsageError: the store's port cannot be used, or this node of several has no number.
@@ -64,7 +66,9 @@ class Observer:
         console: Console,
         checks: list[HealthCheck],
         store_host: str = STORE_HOST,
+        lost: Callable[[], str] = str,
     ) -> None:
+        self._lost = lost
         self._spec = spec = numbered(spec)
         self._console = console
         node, in_process = spec.node_rank or 0, spec.config.engine.parts.restart == "nvrx"
@@ -269,6 +273,9 @@ class Observer:
         if lost:
             text = f"the process that hosts the store {lost} before the job was over"
             self._finish(ExitCode.INTERNAL, f"{text}; see {self._helpers.store_log}")
+        taken = self._lost()
+        if taken:  # the ranks commit by themselves, so they must not go on
+            self._finish(ExitCode.USAGE, taken)
 
     def _say(self) -> None:
         for one in self._rounds.take():
