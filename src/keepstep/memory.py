@@ -68,10 +68,10 @@ def _machine(root: Path) -> Room:
     try:
         text = (root / "proc/meminfo").read_text()
     except OSError:
-        return Room(_NO_LIMIT, _NO_LIMIT, "this machine")
+        return Room(_NO_LIMIT, _NO_LIMIT, "the machine's memory")
     sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
     total = sizes.get("MemTotal", _NO_LIMIT)
-    return Room(sizes.get("MemAvailable", total), total, "this machine")
+    return Room(sizes.get("MemAvailable", total), total, "the machine's memory")
 
 
 def _groups(root: Path) -> Iterator[Room]:

@@ -6,14 +6,17 @@ world come from ``torch.distributed`` where it is initialised.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import dataclasses
 import os
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeVar, runtime_checkable
+from typing import Literal, Self, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -30,64 +33,30 @@ from keepstep.errors import (
     SaveFailed,
     UsageError,
 )
-from keepstep.ports import PendingWrite, ShardWriter
-from keepstep.rank import exchange
+from keepstep.ports import ShardWriter
+from keepstep.rank import exchange, room
+from keepstep.rank.admission import Account, Admission
 from keepstep.rank.history import FolderHistory, History
-from keepstep.rank.local_writer import LocalStaging
-from keepstep.rank.shard_writer import NativeShardWriter
+from keepstep.rank.place import (
+    Copy,
+    Overlapping,
+    Place,
+    Polled,
+    Prepared,
+    WriterFactory,
+    ignore_commit,
+    native_writer,
+)
+from keepstep.rank.save import Save
 from keepstep.wire.types import Version
+
+__all__ = ["Checkpointer", "Place", "Save", "WriterFactory", "native_writer"]
 
 SAVE_LIMIT_S = 900.0
 """When ``finalize`` gives up; above the writer's own limits, so that it can say what is wrong."""
 EXIT_LIMIT_S = 30.0
 """How long a save in flight may take when the script is ending with an exception."""
 T = TypeVar("T")
-
-
-def ignore_commit(version: Version, folder: str, nbytes: int, save_s: float) -> None:
-    """Nobody wants to know of commits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a shard writer works: ``root`` is the folder of the checkpoints.
-
-    ``on_commit`` is to be called on rank 0, from any thread, when a checkpoint is committed: with
-    its version, folder, size in bytes over all ranks, and seconds since the save was begun.
-    """
-
-    root: Path
-    rank: int
-    world: int
-    keep_last: int
-    clock: Clock
-    on_commit: Callable[[Version, str, int, float], None] = ignore_commit
-    keep_every_steps: int = 0
-
-
-WriterFactory = Callable[[Place], ShardWriter]
-"""Makes the writer that a ``Checkpointer`` owns and closes."""
-
-
-@runtime_checkable
-class Polled(Protocol):
-    """A shard writer whose saves go on only when it is asked."""
-
-    def poll(self) -> None:
-        """A step was completed; called on every rank at the same step."""
-
-
-def native_writer(place: Place) -> ShardWriter:
-    """Own staging slots and a writer process of this rank."""
-    staging = LocalStaging(
-        place.root,
-        rank=place.rank,
-        keep_last=place.keep_last,
-        keep_every_steps=place.keep_every_steps,
-        clock=place.clock,
-        on_commit=place.on_commit,
-    )
-    return NativeShardWriter(staging, rank=place.rank, world=place.world, clock=place.clock)
 
 
 def _unobserved(step: int, size: list[int]) -> AbstractContextManager[None]:
@@ -123,19 +92,29 @@ class _Session:
     term: int
     writer: ShardWriter
     round: int
+    slots: int
     last_step: int = -1
+    prepared: bool = False
 
 
 class Checkpointer:
     """Saves in the background and restores the newest checkpoint that verifies.
 
-    Every rank makes one for the same folder and calls the same methods at the same steps. The first
-    ``async_save`` and every ``restore`` communicate where ``torch.distributed`` is initialised.
+    Every rank makes one for the same folder and calls the same methods at the same steps.
+    ``prepare``, ``async_save`` and ``restore`` communicate where ``torch.distributed`` is
+    initialised: a few numbers, never a tensor of the state.
 
     Args:
         path: Folder of the checkpoints, shared by all ranks.
         keep_last: Committed checkpoints to keep, at least 1.
+        keep_every_steps: Checkpoints of steps that are a multiple of it are never removed; 0: none.
         run_id: Checkpoints of other runs are refused; None takes any.
+        copy: How what only optimizers change is copied: while the next step computes
+            (``overlap``), at once (``blocking``), or as costs less in the first saves (``auto``).
+        check_copy: Hash what is copied in the background before and after; for debugging.
+        when_busy: A save while all slots are in use is skipped, or waits.
+        retries: How often a shard that storage refused is written again.
+        slots: Staging copies of a rank; 2 let one be written while the next is filled.
         clock: Where time comes from.
         history: What was saved before; None: whatever is in the folder.
         writer: Makes the shard writer; None: keepstep's own.
@@ -153,7 +132,13 @@ class Checkpointer:
         path: str | os.PathLike[str],
         *,
         keep_last: int = 3,
+        keep_every_steps: int = 0,
         run_id: str | None = None,
+        copy: Copy = "auto",
+        check_copy: bool = False,
+        when_busy: Literal["skip", "wait"] = "skip",
+        retries: int = 2,
+        slots: int = 2,
         clock: Clock = SYSTEM,
         history: History | None = None,
         writer: WriterFactory | None = None,
@@ -168,30 +153,78 @@ class Checkpointer:
             )
         # Absolute: the script may change its working folder, and the writer has its own.
         self._root = Path(path).absolute()
-        self._keep_last = keep_last
+        self._place = Place(
+            self._root,
+            rank=0,
+            world=1,
+            keep_last=keep_last,
+            clock=clock,
+            on_commit=on_commit,
+            keep_every_steps=keep_every_steps,
+            retries=retries,
+            copy=copy,
+            check_copy=check_copy,
+            slots=slots,
+        )
+        self._when_busy = when_busy
         self._run_id = run_id
         self._clock = clock
         self._history = history or FolderHistory(self._root, run_id, clock)
         self._make_writer = writer or native_writer
         self._around_load = around_load
-        self._on_commit = on_commit
         self._first_round = first_round
         self._session: _Session | None = None
-        self._pending: list[tuple[int, PendingWrite]] = []
+        self._account = Account(clock)
         self._closed = False
 
     # --- saving -------------------------------------------------------------------------------
 
-    def async_save(self, state: Mapping[str, object], step: int) -> PendingWrite:
+    def prepare(self, state: Mapping[str, object]) -> None:
+        """Make the memory for saves of ``state``, before the first of them needs it.
+
+        Best called once, after the first step, when optimizers have made their state: then no save
+        waits for memory. Without it the first ``async_save`` does the same. It returns while a
+        thread goes on. All ranks must call it; rank 0 says on stderr how much memory that is.
+
+        Raises:
+            NotEnoughMemory: it does not fit on some node; no rank has taken any.
+            CheckpointError: something in ``state`` cannot be kept; the message names it.
+        """
+        self._check_open()
+        session = self._session_now()
+        writer = session.writer
+        if session.prepared or not isinstance(writer, Prepared):
+            return
+        size, answer = room.agree(lambda: writer.size_of(state), session.slots, session.world)
+        session.prepared, session.slots = True, answer.slots
+        writer.prepare(size, answer.slots)
+        if session.rank == 0:
+            _say(answer.statement)
+
+    def async_save(
+        self,
+        state: Mapping[str, object],
+        step: int,
+        *,
+        when_busy: Literal["skip", "wait"] | None = None,
+    ) -> Save:
         """Copy ``state`` as it is now and write it in the background as checkpoint ``step``.
+
+        All ranks compare a few numbers first: either all begin the save, or all skip it, or all
+        raise.
 
         Args:
             state: By name: modules, optimizers, objects with ``state_dict`` and
                 ``load_state_dict``, tensors, dicts, lists, namespaces and dataclasses.
             step: Completed steps, from 0 on.
+            when_busy: For this save only; None: as the checkpointer's.
+
+        Returns:
+            The save; ``skipped`` is True if nothing was begun, because all slots are in use.
 
         Raises:
-            SaveFailed: an earlier save failed; this one was not begun.
+            SaveFailed: an earlier save failed, here or on another rank; this one was not begun.
+            NotEnoughMemory: the copy does not fit into memory.
             CheckpointError: something in ``state`` cannot be kept; the message names it.
             CheckpointNotWritable: the folder cannot be written.
             UsageError: ``step`` is negative, or the checkpointer is closed.
@@ -199,8 +232,28 @@ class Checkpointer:
         self._check_open()
         if step < 0:
             raise UsageError(f"a checkpoint of step {step} was asked for", advice="count from 0")
-        for _, error in self._failed():
+        admission = self.admit(when_busy)
+        for _, error in admission.failed:
             raise error
+        if admission.reason:
+            if self._session_now().rank == 0:
+                _say(skipped(step, admission.reason))
+            return Save(step, None, admission.reason)
+        return self.begin(state, step)
+
+    def admit(self, when_busy: Literal["skip", "wait"] | None = None) -> Admission:
+        """What all ranks know before a save: earlier ones that failed, and whether it is skipped.
+
+        Failures are told once: here, or by ``async_save`` or ``finalize``.
+        """
+        self._check_open()
+        session = self._session_now()
+        skip = (when_busy or self._when_busy) == "skip"
+        return self._account.agree(session.rank, session.world, session.slots, skip=skip)
+
+    def begin(self, state: Mapping[str, object], step: int) -> Save:
+        """The save itself, after ``admit`` on all ranks. Raises as ``async_save``."""
+        self.prepare(state)
         session = self._session_now()
         if step <= session.last_step:
             session.round += 1  # the same step again is another version, never the same folder
@@ -212,9 +265,9 @@ class Checkpointer:
             step=step,
             world=session.world,
         )
-        pending = session.writer.begin(state, version, self._root)
-        self._pending.append((step, pending))
-        return pending
+        save = Save(step, session.writer.begin(state, version, self._root))
+        self._account.add(save)
+        return save
 
     def poll(self) -> None:
         """A step was completed: call it on every rank at the same step, as often as you like.
@@ -223,6 +276,15 @@ class Checkpointer:
         """
         if self._session is not None and isinstance(self._session.writer, Polled):
             self._session.writer.poll()
+
+    def mutates(self) -> None:
+        """Return once the state may be changed by other means than an optimizer's step.
+
+        Optimizer steps wait by themselves; call this before you write into tracked parameters
+        while a save may still be copying them.
+        """
+        if self._session is not None and isinstance(self._session.writer, Overlapping):
+            self._session.writer.mutates()
 
     @property
     def last_bytes(self) -> int:
@@ -233,20 +295,7 @@ class Checkpointer:
     @property
     def unsettled(self) -> bool:
         """Whether a save begun is neither committed nor known to have failed."""
-        return any(not pending.done() for _, pending in self._pending)
-
-    def failures(self) -> list[tuple[int, SaveFailed]]:
-        """Steps whose saves failed since the last call, and why; they raise nowhere else then."""
-        return list(self._failed())
-
-    def _failed(self) -> Iterator[tuple[int, SaveFailed]]:
-        for step, pending in list(self._pending):
-            if pending.done():
-                self._pending.remove((step, pending))
-                try:
-                    pending.wait(0.0)
-                except SaveFailed as error:
-                    yield step, error
+        return any(not save.done() for save in self._account.saves)
 
     def finalize(self, timeout_s: float | None = None) -> None:
         """Return when every save begun is durable and committed.
@@ -264,13 +313,13 @@ class Checkpointer:
         """As ``finalize``, but returns the steps that failed, and why, instead of raising."""
         deadline = self._clock.mono() + timeout_s
         failed: list[tuple[int, SaveFailed]] = []
-        for step, pending in list(self._pending):
+        for save in self._account.saves:
             try:
-                pending.wait(max(0.0, deadline - self._clock.mono()))
+                save.wait(max(0.0, deadline - self._clock.mono()))
             except SaveFailed as error:
-                failed.append((step, error))
-            if pending.done():
-                self._pending.remove((step, pending))
+                failed.append((save.step, error))
+            if save.done():
+                self._account.drop(save)
         return failed
 
     def _session_now(self) -> _Session:
@@ -282,9 +331,10 @@ class Checkpointer:
             session.writer.close()
             self._session = None
         term = self._of_rank_0(rank, self._history.claim, int)
-        place = Place(self._root, rank, world, self._keep_last, self._clock, self._on_commit)
-        writer = self._make_writer(place)
-        self._session = _Session(rank, world, term, writer, self._first_round)
+        writer = self._make_writer(dataclasses.replace(self._place, rank=rank, world=world))
+        slots = int(getattr(writer, "slots", self._place.slots))
+        atexit.register(self._at_exit)
+        self._session = _Session(rank, world, term, writer, self._first_round, slots)
         return self._session
 
     # --- restoring ----------------------------------------------------------------------------
@@ -401,6 +451,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._at_exit)
         settled = False
         try:
             if limit_s is not None:
@@ -410,6 +461,21 @@ class Checkpointer:
             if self._session is not None:
                 self._session.writer.close(abort=not settled)
                 self._session = None
+
+    def _at_exit(self) -> None:
+        """The script ends without ``close``: its exit code is settled, all that is left is a word.
+
+        A save in flight goes on in the writer's process. Nobody may wait for another rank here.
+        """
+        for save in self._account.saves:
+            error = save.failure
+            if error is not None:
+                _say(f"warning: {error} The exit code does not show it: call close() or finalize()")
+            elif save.in_work:
+                _say(
+                    f"warning: the script ends while the save of step {save.step} goes on; whether "
+                    "it is committed shows only in the folder: call close() or finalize()"
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -430,6 +496,18 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the checkpointer is closed", advice="make a new one")
+
+
+def skipped(step: int, reason: str) -> str:
+    """One line for people about a save that was not begun."""
+    return (
+        f"checkpoint of step {step} was skipped: {reason}; storage is slower than the schedule, "
+        "save less often"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"keepstep: {text}\n")
 
 
 def _distributed() -> bool:

@@ -5,6 +5,8 @@ Runs in the ranks. torch's own object collectives pickle, and need numpy; these 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -35,6 +37,14 @@ def gather(data: bytes) -> list[bytes]:
     contents = [torch.zeros_like(padded) for _ in range(world)]
     dist.all_gather(contents, padded)
     return [_bytes(content)[:length] for content, length in zip(contents, lengths, strict=True)]
+
+
+def numbers(values: Sequence[int]) -> list[list[int]]:
+    """Every rank's few ``values``, in rank order; all give equally many. One collective."""
+    mine = torch.tensor(list(values), dtype=torch.int64, device=_device())
+    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [[int(value) for value in one.tolist()] for one in found]
 
 
 def _device() -> torch.device:

@@ -7,7 +7,6 @@ save goes on while training does, and is finished even if the rank dies.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 import subprocess
@@ -17,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep import memory
 from keepstep.checkpoint import layout
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import InternalError, SaveFailed
 from keepstep.rank.shard_writer import Slot
+from keepstep.rank.slots import HEADROOM, Made, SlotPool
 from keepstep.wire.channel import Channel, Closed, pair
 from keepstep.wire.messages import (
     FROM_WRITER,
@@ -32,12 +33,9 @@ from keepstep.wire.messages import (
 )
 from keepstep.wire.types import Version
 
-SLOTS = 2
-"""One is written while the next is filled."""
 CLOSE_LIMIT_S = 600.0
 EXIT_LIMIT_S = 30.0
 POLL_S = 0.02
-_ROUND_UP = 1 << 16
 
 
 class LocalWrite:
@@ -70,6 +68,16 @@ class LocalWrite:
         """It will never be committed."""
         self._error = self._error or error
         self._told.set()
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank has still to do something for it: on rank 0 until it is committed."""
+        return not self._told.is_set()
+
+    @property
+    def error(self) -> SaveFailed | None:
+        """Why it will never be committed, as far as this rank knows."""
+        return self._error
 
     def staged(self) -> bool:
         """True from the start: ``submit`` is called after the copy."""
@@ -125,6 +133,8 @@ class LocalStaging:
         rank: This rank; rank 0's writer commits.
         keep_last: Committed checkpoints to keep.
         keep_every_steps: Also keep those of steps that are a multiple of it; 0: none.
+        retries: How often a shard that storage refused is written again.
+        slots: Staging copies, of which one is written while the next is filled.
         clock: Where time comes from.
         on_commit: Told on rank 0, by a thread: version, folder, bytes of all ranks, seconds.
         close_limit_s: How long ``close`` waits for unfinished writes.
@@ -137,6 +147,8 @@ class LocalStaging:
         rank: int,
         keep_last: int,
         keep_every_steps: int = 0,
+        retries: int = 0,
+        slots: int = 2,
         clock: Clock = SYSTEM,
         on_commit: Callable[[Version, str, int, float], None] | None = None,
         close_limit_s: float = CLOSE_LIMIT_S,
@@ -149,9 +161,12 @@ class LocalStaging:
         self._clock = clock
         self._close_limit_s = close_limit_s
         self._changed = threading.Condition()
-        self._slots: dict[int, Slot] = {}
-        self._fds: dict[int, int] = {}
-        self._free: set[int] = set()
+        self._retries = retries
+        self._count = slots
+        self._checked = 0
+        """Bytes of a slot for which all ranks of the node have found that there is memory."""
+        self._made = 0
+        self._pool = SlotPool(self._make, rank=rank, clock=clock)
         self._writing: dict[int, tuple[int, LocalWrite]] = {}  # by ticket: slot and save
         self._committing: dict[Version, LocalWrite] = {}
         self._tickets = 0
@@ -164,45 +179,50 @@ class LocalStaging:
         """Process id of the writer, None if none was started."""
         return self._process.popen.pid if self._process else None
 
+    @property
+    def pool(self) -> SlotPool:
+        """The slots."""
+        return self._pool
+
+    def prepare(self, size: int, slots: int) -> None:
+        """Begin to make ``slots`` slots, of which it is known that there is memory for them."""
+        self._count, self._checked = slots, size + HEADROOM
+        self._pool.prepare(size, slots)
+
     def acquire(self, size: int, timeout_s: float) -> Slot:
-        """A free slot of at least ``size`` bytes; waits while both are being written.
+        """A free slot of at least ``size`` bytes; waits while all are being written.
 
         Raises:
             SaveFailed: none became free within ``timeout_s`` seconds.
+            NotEnoughMemory: there is no memory for one.
         """
-        with self._changed:
-            if len(self._slots) < SLOTS and not self._free:
-                return self._make(len(self._slots), size)
-            if not self._changed.wait_for(lambda: bool(self._free), timeout_s):
-                raise SaveFailed(
-                    f"no staging slot became free in {timeout_s:g} s",
-                    where=f"rank {self._rank}, {SLOTS} saves are being written to {self._root}",
-                    done="this step was not saved",
-                    advice="storage is slower than the saves: save less often",
-                )
-            number = self._free.pop()
-            if self._slots[number].capacity >= size:
-                return self._slots[number]
-            self._drop(number)
-            return self._make(number, size)
+        return self._pool.acquire(size, timeout_s, self._count)
 
-    def _make(self, number: int, size: int) -> Slot:
-        capacity = -(-size // _ROUND_UP) * _ROUND_UP
-        fd = os.memfd_create(f"keepstep-slot-{number}", os.MFD_CLOEXEC)
-        os.ftruncate(fd, capacity)
-        self._fds[number] = fd
-        self._slots[number] = Slot(number, mmap.mmap(fd, capacity), capacity)
-        return self._slots[number]
+    def release(self, slot: Slot) -> None:
+        """Give back a slot that will not be submitted."""
+        self._pool.release(slot)
 
-    def _drop(self, number: int) -> None:
-        self._slots.pop(number).buffer.close()
-        os.close(self._fds.pop(number))
+    def _make(self, capacity: int, count: int) -> Made:
+        """In a thread of the pool: slots, as far as there is memory for them."""
+        if capacity - HEADROOM > self._checked:
+            wanted, left = memory.Wanted(capacity, count, 1), memory.room()
+            count = memory.fitting(wanted, left)
+            if not count:
+                raise memory.shortage(wanted, left)
+        made: Made = []
+        for _ in range(count):
+            self._made += 1
+            fd = os.memfd_create(f"keepstep-slot-{self._made}", os.MFD_CLOEXEC)
+            made.append((self._made, capacity, fd))
+            os.ftruncate(fd, capacity)
+        return made
 
     def submit(self, slot: Slot, size: int, version: Version) -> LocalWrite:
         """Have the writer process write the first ``size`` bytes of ``slot``."""
         pending = LocalWrite(version, self._rank, self._root, self._clock)
         with self._changed:
             process = self._running()
+            self._pool.written(slot.id)
             self._tickets += 1
             ticket = self._tickets
             self._writing[ticket] = (slot.id, pending)
@@ -217,9 +237,10 @@ class LocalStaging:
             commit=self._rank == 0,
             keep_last=self._keep_last,
             keep_every_steps=self._keep_every_steps,
+            retries=self._retries,
         )
         try:
-            process.channel.send(message, (self._fds[slot.id],))
+            process.channel.send(message, (self._pool.fd(slot.id),))
         except Closed:
             # The reader thread sees the same, and reports how the process ended.
             process.reader.join()
@@ -296,7 +317,7 @@ class LocalStaging:
                 pending.failed(self._refused(message.version, message.error))
             elif isinstance(message, ShardWritten):
                 pending.written(message.folder)
-            self._free.add(slot)
+            self._pool.freed(slot)
             self._changed.notify_all()
 
     def _refused(self, version: Version, error: str) -> SaveFailed:
@@ -311,7 +332,8 @@ class LocalStaging:
             self._alive = False
             left = [pending for _, pending in self._writing.values()]
             left += [pending for pending in self._committing.values() if pending not in left]
-            self._free |= {slot for slot, _ in self._writing.values()}
+            for slot, _ in self._writing.values():
+                self._pool.freed(slot)
             self._writing.clear()
             self._committing.clear()
             for pending in left:
@@ -342,14 +364,15 @@ class LocalStaging:
                 process.popen.kill()
             else:
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda: not self._writing and not self._committing, self._close_limit_s
-                    )
+                    self._changed.wait_for(lambda: not self._unfinished(), self._close_limit_s)
             _hang_up(process.channel)
             process.reader.join()
             process.channel.close()
-        for number in list(self._slots):
-            self._drop(number)
+        self._pool.close()
+
+    def _unfinished(self) -> bool:
+        """Whether the writer has something to do that somebody waits for."""
+        return bool(self._writing) or any(one.error is None for one in self._committing.values())
 
 
 def _hang_up(channel: Channel[FROM_WRITER]) -> None:
