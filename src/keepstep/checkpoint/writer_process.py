@@ -261,7 +261,9 @@ class Writer:
         keep = retention.Keep(request.keep_last, request.keep_every_steps)
         with self._changed:
             busy = {
-                save.folder for save in self._saves.values() if save.folder and not save.settled
+                save.folder
+                for save in self._saves.values()
+                if save.folder and not save.settled and (save.writing or not save.errors)
             }
             writing = any(save.writing and not save.folder for save in self._saves.values())
         # Old checkpoints that cannot be removed now are tried again after the next commit.
