@@ -1,0 +1,89 @@
+"""Storage that refuses one call of a save: the save fails and says so, or it is committed."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keepstep.checkpoint import catalog
+from tests.checkpoint.shards import make_version
+from tests.crash import saves, tracing
+from tests.crash.forks import Forks
+from tests.crash.saves import NEW, OLD, PRELOAD, WORLD
+from tests.crash.strikes import CHANGES, READS, VIEWS, Range, Struck, View, every, missed
+from tests.crash.tracing import Point
+
+pytestmark = [pytest.mark.process, pytest.mark.needs("strace")]
+
+_LATER = make_version(15, world=WORLD)
+_REASONS = {name: os.strerror(getattr(errno, name)) for name in ("ENOSPC", "EIO")}
+
+
+def _refuse(shots: Range, error: str, view: View, point: Point) -> Struck:
+    """Have the call at ``point`` fail; then the same writer makes the next save."""
+    root = shots.copy(f"{error}-{view.name}-{point.name}-{point.ordinal}")
+    try:
+        calls, answer, writer = shots.shoot(root, view, point.fail(error))
+    except AssertionError as failure:
+        raise AssertionError(f"{view.name} {point}: {failure}") from failure
+    call = point.hit(calls)
+    shown = f"{error} in {view.name}: {call}, {answer!r}"
+    assert answer is not None, shown
+    committed = [info.version for info in catalog.committed(root)]
+    if answer:
+        assert _REASONS[error] in answer, shown
+        assert OLD in committed, shown
+    else:
+        assert committed[0] == NEW, shown
+    assert saves.newest(root) in (OLD, NEW), shown
+
+    assert writer.save(_LATER) == "", shown
+    assert writer.close() == 0
+    assert saves.newest(root) == _LATER
+    assert not saves.leftovers(root), f"{shown}: {saves.leftovers(root)}"
+    shots.drop(root)
+    return Struck(point, call, answer)
+
+
+def _refuse_all(
+    tmp_path: Path, errors: Callable[[Point], str], names: frozenset[str] | None
+) -> list[Struck]:
+    done: list[Struck] = []
+    with Forks(PRELOAD) as forks:
+        shots = Range(forks, tmp_path)
+        recorded = {view: shots.record(view) for view in VIEWS}
+        for view, calls in recorded.items():
+            points = [
+                point
+                for point in tracing.points(calls, on_storage=True)
+                if names is None or point.name in names
+            ]
+            done += every(functools.partial(_refuse, shots, errors(p), view, p) for p in points)
+    everything = [call for calls in recorded.values() for call in calls]
+    lost = missed(everything, done, names)
+    assert not lost, "\n".join(lost)
+    return done
+
+
+def test_a_call_that_storage_refuses_fails_the_save_or_changes_nothing(tmp_path: Path) -> None:
+    reasons = list(_REASONS)
+    done = _refuse_all(
+        tmp_path, lambda point: reasons[point.ordinal % len(reasons)], CHANGES | READS
+    )
+    outcomes = Counter(bool(one.answer) for one in done)
+    assert outcomes[True] > 40, outcomes
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("error", _REASONS)
+def test_any_call_at_all_that_storage_refuses_fails_the_save_or_changes_nothing(
+    tmp_path: Path, error: str
+) -> None:
+    _refuse_all(tmp_path, lambda point: error, None)
