@@ -282,6 +282,16 @@ class CheckpointSkip(EventData):
     reason: str
 
 
+@_kind("checkpoint.memory")
+class CheckpointMemory(EventData):
+    """A rank was granted ``slots`` staging slots of ``slot_bytes`` each; ``available_bytes`` were
+    there before, in the tightest of the machine and the memory cgroups."""
+
+    slots: int
+    slot_bytes: int
+    available_bytes: int
+
+
 @_kind("checkpoint.unusable")
 class CheckpointUnusable(EventData):
     """A committed checkpoint was refused while loading; the next older one is taken."""

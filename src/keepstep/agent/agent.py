@@ -22,7 +22,7 @@ from keepstep.agent.roster import Roster
 from keepstep.agent.staging import Slots
 from keepstep.agent.tail import Tails
 from keepstep.clock import SYSTEM
-from keepstep.errors import ExitCode
+from keepstep.errors import ExitCode, NotEnoughMemory
 from keepstep.ports import Finding, HealthCheck
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.loop import Loop
@@ -45,11 +45,14 @@ from keepstep.wire.messages import (
     RankEvent,
     Replace,
     Returned,
+    SaveAsk,
     SaveBegun,
     ShardDone,
     ShardFailed,
     ShardRetry,
     SlotFree,
+    SlotsDenied,
+    SlotsMade,
     SlotWanted,
     Spawned,
     Staged,
@@ -59,6 +62,7 @@ from keepstep.wire.messages import (
     StoreCall,
     StoreForward,
     ToRank,
+    Unstaged,
     ZygoteReady,
 )
 
@@ -94,7 +98,7 @@ class Agent:
         )
         self._children = Children(spec)
         self._loop = Loop()
-        self._slots = Slots(spec.config.checkpoint.dir)
+        self._slots = Slots(spec.config.checkpoint.dir, spec.config.checkpoint.retries)
         self._tails = Tails(console.show)
         self._health = HealthWatch(checks, self._loop.wake)
         self._watch = HangWatch[RankProcess](bounds_of(spec.config), spec.run_dir, _TICK_S)
@@ -339,15 +343,41 @@ class Agent:
                 self._roster.assign()
             case StoreCall():
                 self._tell(StoreForward(rank=process.rank, call=message))
-            case SlotWanted(size=size, count=count):
-                for grant, fd in self._slots.grant(process.ticket, size, count):
-                    process.channel.send(grant, (fd,))
+            case SlotWanted():
+                self._slots_wanted(process, message)
+            case Unstaged(version=version, error=error):
+                self._tell(SaveBegun(rank=process.rank, version=version))
+                lost = ShardDone(
+                    rank=process.rank, version=version, folder="", bytes=0, error=error
+                )
+                self._tell(lost)
             case Staged(version=version):
                 if self._slots.write(process.rank, message, self._children.writer):
                     self._tell(SaveBegun(rank=process.rank, version=version))
-            case Join() | Failed() | Returned() | StopAck():
+            case Join() | Failed() | Returned() | StopAck() | SaveAsk():
                 process.adopted = process.adopted or isinstance(message, Join)
                 self._tell(RankEvent(rank=process.rank, body=message))
+
+    def _slots_wanted(self, process: RankProcess, wanted: SlotWanted) -> None:
+        """Grant staging memory, if the node has it."""
+        tickets = [one.ticket for one in self._roster.ranks]
+        try:
+            granted = self._slots.ask(process.ticket, wanted.size, wanted.count, tickets)
+        except NotEnoughMemory as error:
+            self._to(process, SlotsDenied(error=str(error)))
+            return
+        slots = len(granted.grants)
+        self.recorder.emit(
+            events.CheckpointMemory(
+                slots=slots, slot_bytes=wanted.size, available_bytes=granted.left.available
+            ),
+            rank=process.rank,
+        )
+        if granted.line:
+            self._console.say(granted.line)
+        self._tell(SlotsMade(rank=process.rank, slots=slots, size=wanted.size))
+        for grant, fd in granted.grants:
+            process.channel.send(grant, (fd,))
 
     def _from_coordinator(self, message: FROM_COORDINATOR) -> None:
         match message:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from keepstep import memory
+from keepstep.errors import NotEnoughMemory
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.messages import (
     FROM_WRITER,
@@ -24,6 +27,7 @@ from keepstep.wire.messages import (
 class _Slot:
     owner: int  # ticket of the process
     fd: int
+    size: int
     writes: int = 0
     orphan: bool = False
 
@@ -36,34 +40,87 @@ class Freed:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """What a process gets: message and descriptor for each slot. ``line`` is for people, if there
+    is something new to say; ``left`` was there before."""
+
+    grants: list[tuple[SlotGrant, int]]
+    left: memory.Room
+    line: str
+
+
 class Slots:
     """All slots of the node.
 
     Args:
         root: Folder of the checkpoints, as a path.
+        retries: How often the writer tries again what storage refused.
+        room: Says how much memory is left.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(
+        self, root: str, retries: int = 0, room: Callable[[], memory.Room] = memory.room
+    ) -> None:
         self._root = root
+        self._retries = retries
+        self._room = room
+        self._most = 0
+        """Slots of a rank, where not all that are wanted fit: then no later one gets more."""
+        self._told = 0
         self._slots: dict[int, _Slot] = {}
         self._tickets: dict[int, tuple[int, WriteShard]] = {}
         """By ticket the slot, and what the writer was asked for."""
         self._next = 0
 
-    def grant(self, owner: int, size: int, count: int) -> list[tuple[SlotGrant, int]]:
-        """Make ``count`` slots of ``size`` bytes; earlier ones of ``owner`` are let go.
+    def ask(self, owner: int, size: int, count: int, ranks: Collection[int]) -> Granted:
+        """Grant ``count`` slots, or one, of ``size`` bytes; earlier ones of ``owner`` are let go.
 
-        Returns:
-            Message and descriptor for each.
+        Args:
+            owner: Who asks, as a process's ticket.
+            ranks: Tickets of all ranks of the node. Those without slots will ask for as much.
+
+        Raises:
+            NotEnoughMemory: the node has no memory for even one slot of each.
         """
         self.release(owner)
+        count = min(count, self._most) if self._most else count
+        have = {slot.owner for slot in self._slots.values() if not slot.orphan}
+        missing = len({*ranks, owner} - have)
+        wanted = memory.Wanted(size, count, missing)
+        left, promised = self._room(), self._promised()
+        fits = memory.fitting(wanted, left, promised)
+        if not fits:
+            raise memory.shortage(wanted, left, promised)
+        if fits < count:
+            self._most = fits
+        line = ""
+        if size > self._told or fits < count:
+            self._told = size + size // 8  # shards of other ranks may differ a little
+            made = memory.Wanted(size, fits, max(len(ranks), 1))
+            line = memory.statement(made, count, left)
+        return Granted(self._grant(owner, size, fits), left, line)
+
+    def _promised(self) -> int:
+        """Bytes that were granted and that nobody has touched yet."""
+        return sum(
+            max(0, slot.size - os.fstat(slot.fd).st_blocks * 512) for slot in self._slots.values()
+        )
+
+    def _grant(self, owner: int, size: int, count: int) -> list[tuple[SlotGrant, int]]:
         made: list[tuple[SlotGrant, int]] = []
         for _ in range(count):
             self._next += 1
-            fd = os.memfd_create(f"keepstep-slot-{self._next}", os.MFD_CLOEXEC)
-            os.ftruncate(fd, size)
-            self._slots[self._next] = _Slot(owner=owner, fd=fd)
-            made.append((SlotGrant(slot=self._next, size=size), fd))
+            try:
+                fd = os.memfd_create(f"keepstep-slot-{self._next}", os.MFD_CLOEXEC)
+                os.ftruncate(fd, size)
+            except OSError as error:
+                self.release(owner)
+                raise NotEnoughMemory(
+                    f"no staging slot of {size} bytes could be made: {error.strerror}"
+                ) from error
+            self._slots[self._next] = _Slot(owner=owner, fd=fd, size=size)
+            made.append((SlotGrant(slot=self._next, size=size, of=count), fd))
         return made
 
     def write(self, rank: int, staged: Staged, writer: Channel[FROM_WRITER]) -> bool:
@@ -79,6 +136,7 @@ class Slots:
             size=staged.size,
             version=staged.version,
             root=self._root,
+            retries=self._retries,
         )
         self._tickets[self._next] = (staged.slot, message)
         with contextlib.suppress(Closed):  # its successor gets all that is unfinished

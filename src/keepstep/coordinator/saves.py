@@ -10,7 +10,11 @@ import itertools
 from dataclasses import dataclass, field
 
 from keepstep.checkpoint.layout import folder_names
+from keepstep.policy.skipping import skip_reason
 from keepstep.wire.types import Version
+
+_REMEMBERED = 16
+"""Answers that are kept although every rank has them."""
 
 
 @dataclass(slots=True)
@@ -46,12 +50,43 @@ class Settled:
     folder: str = ""
 
 
-class Saves:
-    """State of all versions being saved by a world of ``world`` ranks."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Whether the save of a step may begin: ``reason`` is empty, or says why it is skipped.
 
-    def __init__(self, world: int, limit_s: float) -> None:
+    ``first``: nobody has asked for it before, so this is when it was decided.
+    """
+
+    reason: str
+    first: bool
+
+
+@dataclass(slots=True)
+class _Writing:
+    """Slots in use: a version's shards that are staged and neither durable nor refused."""
+
+    begun: float
+    ranks: set[int] = field(default_factory=set)
+
+
+class Saves:
+    """State of all versions being saved by a world of ``world`` ranks.
+
+    Args:
+        world: Number of ranks. limit_s: how long a save may take.
+        slots: Staging copies that a rank has.
+    """
+
+    def __init__(self, world: int, limit_s: float, slots: int = 2) -> None:
         self._world = world
         self._limit_s = limit_s
+        self._slots = slots
+        self._round = 1
+        self._writing: dict[Version, _Writing] = {}
+        self._admitted: dict[int, float] = {}
+        """Steps of this round whose save may begin and has not: when that was said."""
+        self._asked: dict[int, tuple[str, set[int]]] = {}
+        """By step of this round what was answered, and to which ranks."""
         self._open: dict[Version, _Save] = {}
         self._closed_above: tuple[int, int] = (0, 0)
         self._failed: dict[Version, tuple[str, set[int]]] = {}
@@ -64,14 +99,65 @@ class Saves:
     def _save(self, version: Version, now: float) -> _Save | None:
         if self._closed(version):
             return None
+        if version.round == self._round:
+            self._admitted.pop(version.step, None)
         return self._open.setdefault(version, _Save(begun=now))
 
     def _closed(self, version: Version) -> bool:
         closed_round, resume = self._closed_above
         return version.round < closed_round and version.step > resume
 
+    # --- skipping -------------------------------------------------------------------------------
+
+    def limit_slots(self, slots: int) -> None:
+        """Some rank has only ``slots`` staging copies."""
+        self._slots = min(self._slots, slots)
+
+    def ask(self, rank: int, round: int, step: int, now: float) -> Asked | None:
+        """May the save that is due at ``step`` begin? Decided once, when the first rank asks.
+
+        None for another round than the present one: its ranks are on their way out of it.
+        """
+        if round != self._round:
+            return None
+        first = step not in self._asked
+        if first:
+            reason = self._busy(now)
+            self._asked[step] = (reason, set())
+            if not reason:
+                self._admitted[step] = now
+            self._forget_answers()
+        reason, told = self._asked[step]
+        told.add(rank)
+        return Asked(reason, first)
+
+    def _busy(self, now: float) -> str:
+        begun = {version: save.begun for version, save in self._open.items()}
+        begun |= {version: one.begun for version, one in self._writing.items()}
+        known = [(at, version.step) for version, at in begun.items()]
+        known += [(at, step) for step, at in self._admitted.items()]
+        at, step = min(known, default=(now, 0))
+        return skip_reason(len(known), self._slots, step, now - at)
+
+    def _forget_answers(self) -> None:
+        """Drop the oldest answers that every rank has."""
+        for step, (_, told) in list(self._asked.items())[:-_REMEMBERED]:
+            if len(told) == self._world:
+                del self._asked[step]
+
+    def shard_over(self, rank: int, version: Version) -> None:
+        """The writer is done with a rank's shard, well or not: its slot is free."""
+        writing = self._writing.get(version)
+        if writing is not None:
+            writing.ranks.discard(rank)
+            if not writing.ranks:
+                del self._writing[version]
+
+    # --- the course of a save -------------------------------------------------------------------
+
     def staged(self, rank: int, version: Version, now: float) -> str:
         """A rank has copied its shard; returns why the save failed before, if it did."""
+        self._writing.setdefault(version, _Writing(begun=now)).ranks.add(rank)
         error, missing = self._failed.get(version, ("", set()))
         if rank in missing:
             # Its part of a save that is over: it must neither open it again nor count as another.
@@ -88,6 +174,7 @@ class Saves:
         self, rank: int, version: Version, folder: str, size: int, now: float
     ) -> Ready | None:
         """A rank's shard is on storage; Ready when it was the last one."""
+        self.shard_over(rank, version)
         save = self._open.get(version)
         if save is None:
             return None
@@ -141,6 +228,9 @@ class Saves:
     def resume(self, step: int, round: int) -> list[int]:
         """Round ``round`` resumes from ``step``: drop newer versions; returns their steps."""
         self._closed_above = (round, step)
+        self._round = round
+        self._admitted.clear()
+        self._asked.clear()
         self.committed = step
         self._failed.clear()
         dropped = [version for version in self._open if version.step > step]

@@ -24,6 +24,7 @@ from keepstep.coordinator.kv import Answer, KeyValue
 from keepstep.coordinator.rounds import Rounds
 from keepstep.coordinator.saves import Saves, Settled
 from keepstep.errors import ExitCode
+from keepstep.policy.skipping import skip_line
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.loop import Loop
 from keepstep.wire.messages import (
@@ -36,9 +37,12 @@ from keepstep.wire.messages import (
     RankEvent,
     RankUp,
     Returned,
+    SaveAnswer,
+    SaveAsk,
     SaveBegun,
     SaveResult,
     ShardDone,
+    SlotsMade,
     Stalled,
     Stepped,
     StopRequest,
@@ -107,7 +111,8 @@ class Coordinator:
         self._file = EventFile(run_dir / "events" / name)
         recorder = events.Recorder(self._file.put, run=run, src="coordinator", world=world)
         self._recorder = recorder
-        self._saves = Saves(world, config.checkpoint.write_limit_s)
+        checkpoint = config.checkpoint
+        self._saves = Saves(world, checkpoint.write_limit_s, checkpoint.slots)
         self._lineage = Lineage(run_dir, run, self._root, self._damaged)
         self._rounds = Rounds(world, config, self._saves, self._emit, self._lineage)
         self._store = KeyValue()
@@ -195,6 +200,8 @@ class Coordinator:
                     self._channel.send(ToRank(rank=rank, inc=inc, body=result))
             case ShardDone():
                 self._shard_done(message, now)
+            case SlotsMade(slots=slots):
+                self._saves.limit_slots(slots)
             case StopRequest():
                 rounds.stop_request(message, now)
             case AgentHello():
@@ -209,6 +216,8 @@ class Coordinator:
                 self._rounds.rank_failed(rank, body, now)
             case Returned():
                 self._rounds.returned(rank, body, now)
+            case SaveAsk():
+                self._save_asked(rank, body, now)
             case _:
                 self._rounds.stop_ack(rank, body, now)  # type: ignore[arg-type]
 
@@ -220,8 +229,21 @@ class Coordinator:
         text = f"checkpoint {folder} is not usable: {error}"
         self._channel.send(Notice(kind="fail", text=text, step=step))
 
+    def _save_asked(self, rank: int, ask: SaveAsk, now: float) -> None:
+        asked = self._saves.ask(rank, ask.round, ask.step, now)
+        inc = self._rounds.incarnations()[rank]
+        if asked is None or ask.inc != inc:
+            return
+        if asked.reason and asked.first:
+            self._emit(events.CheckpointSkip(reason=asked.reason), step=ask.step)
+            text = skip_line(ask.step, asked.reason)
+            self._channel.send(Notice(kind="skip", text=text, step=ask.step))
+        body = SaveAnswer(round=ask.round, step=ask.step, reason=asked.reason)
+        self._channel.send(ToRank(rank=rank, inc=inc, body=body))
+
     def _shard_done(self, done: ShardDone, now: float) -> None:
         if done.error:
+            self._saves.shard_over(done.rank, done.version)
             self._settled(self._saves.failed(done.version, done.error))
             return
         ready = self._saves.durable(done.rank, done.version, done.folder, done.bytes, now)

@@ -14,6 +14,7 @@ import msgspec
 
 from keepstep.clock import Clock
 from keepstep.errors import SaveFailed
+from keepstep.policy.skipping import skip_reason
 from keepstep.rank import exchange
 from keepstep.rank.save import Save
 
@@ -60,13 +61,7 @@ def busy(reports: Sequence[Report], slots: int) -> str:
     """
     rank = max(range(len(reports)), key=lambda one: reports[one].open)
     worst = reports[rank]
-    if worst.open < slots:
-        return ""
-    saves = "1 save is" if worst.open == 1 else f"{worst.open} saves are"
-    return (
-        f"{saves} still being written, the oldest (step {worst.step}) for "
-        f"{worst.age_ms / 1000:.1f} s"
-    )
+    return skip_reason(worst.open, slots, worst.step, worst.age_ms / 1000)
 
 
 class Account:

@@ -5,18 +5,18 @@ Runs in the rank; implements ``shard_writer.Staging``.
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 
 from keepstep.clock import SYSTEM
 from keepstep.errors import SaveFailed
 from keepstep.rank.runtime import Runtime
 from keepstep.rank.shard_writer import Slot
-from keepstep.wire.messages import SaveResult, SlotWanted, Staged
+from keepstep.rank.slots import Made, SlotPool
+from keepstep.wire.messages import SaveResult, SlotWanted, Staged, Unstaged
 from keepstep.wire.types import Version
 
-_ROUND_UP = 1 << 16
+GRANT_LIMIT_S = 60.0
+"""How long the agent may take to answer; it does nothing but answer."""
 
 
 class AgentWrite:
@@ -54,61 +54,50 @@ class AgentWrite:
 
 
 class AgentStaging:
-    """Slots granted by the agent, reused for every save of this process."""
+    """Slots granted by the agent, reused for every save of this process. For any thread."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._slots: dict[int, Slot] = {}
-        self._busy: set[int] = set()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._pending: dict[int, AgentWrite] = {}
-        runtime.control.on_slot_free = self._freed
+        self._pool = SlotPool(self._make, rank=runtime.start.rank)
+        runtime.control.on_slot_free = self._pool.freed
         runtime.control.on_saved = self._saved
+
+    @property
+    def pool(self) -> SlotPool:
+        """The slots."""
+        return self._pool
+
+    def prepare(self, size: int, slots: int) -> None:
+        """Begin to make ``slots`` slots for images of ``size`` bytes; returns at once."""
+        self._pool.prepare(size, slots)
 
     def acquire(self, size: int, timeout_s: float) -> Slot:
         """A free slot of at least ``size`` bytes; waits for one.
 
         Raises:
             SaveFailed: none became free within ``timeout_s`` seconds.
+            NotEnoughMemory: the node has no memory for one.
         """
-        if not self._slots or next(iter(self._slots.values())).capacity < size:
-            self._grow(size, timeout_s)
-        deadline = SYSTEM.mono() + timeout_s
-        with self._changed:
-            # A slot is busy from submit on: one that an abort interrupted before is simply free.
-            while not (free := sorted(self._slots.keys() - self._busy)):
-                left = deadline - SYSTEM.mono()
-                if left <= 0 or not self._changed.wait(left):
-                    raise SaveFailed(
-                        f"no staging slot became free in {timeout_s:.0f} s",
-                        where=f"rank {self._runtime.start.rank}, {len(self._slots)} slots in use",
-                        advice="storage is slower than the saves: raise checkpoint.every_steps",
-                    )
-            return self._slots[free[0]]
+        return self._pool.acquire(size, timeout_s, self._runtime.config.checkpoint.slots)
 
-    def _grow(self, size: int, timeout_s: float) -> None:
-        count = self._runtime.config.checkpoint.slots
-        capacity = (size + _ROUND_UP - 1) // _ROUND_UP * _ROUND_UP
-        self._drop_slots()
-        self._runtime.control.send(
-            SlotWanted(inc=self._runtime.start.inc, size=capacity, count=count)
-        )
-        for number, granted, fd in self._runtime.control.take_grants(count, timeout_s):
-            buffer = mmap.mmap(fd, granted)
-            os.close(fd)
-            self._slots[number] = Slot(id=number, buffer=buffer, capacity=granted)
+    def _make(self, capacity: int, count: int) -> Made:
+        """In a thread of the pool: ask the agent."""
+        control = self._runtime.control
+        control.send(SlotWanted(inc=self._runtime.start.inc, size=capacity, count=count))
+        return control.take_grants(GRANT_LIMIT_S)
 
-    def _drop_slots(self) -> None:
-        self._busy.clear()
-        for slot in self._slots.values():
-            slot.buffer.close()
-        self._slots.clear()
+    def release(self, slot: Slot) -> None:
+        """Give back a slot that will not be submitted."""
+        self._pool.release(slot)
 
     def submit(self, slot: Slot, size: int, version: Version) -> AgentWrite:
         """Hand a filled slot over to the agent's writer."""
         pending = AgentWrite(version)
-        self._pending[version.step] = pending
-        self._busy.add(slot.id)
+        with self._lock:
+            self._pending[version.step] = pending
+        self._pool.written(slot.id)
         self._runtime.control.send(
             Staged(
                 inc=self._runtime.start.inc,
@@ -120,16 +109,18 @@ class AgentStaging:
         )
         return pending
 
+    def failed(self, version: Version, error: str) -> None:
+        """The copy for ``version`` failed: nobody need wait for this rank's shard."""
+        self._runtime.control.send(
+            Unstaged(inc=self._runtime.start.inc, version=version, error=error)
+        )
+
     def close(self, abort: bool = False) -> None:
         """Forget the slots; the agent keeps what is being written."""
-        self._drop_slots()
-
-    def _freed(self, number: int) -> None:
-        with self._changed:
-            self._busy.discard(number)
-            self._changed.notify_all()
+        self._pool.close()
 
     def _saved(self, result: SaveResult) -> None:
-        pending = self._pending.pop(result.step, None)
+        with self._lock:
+            pending = self._pending.pop(result.step, None)
         if pending is not None:
             pending.settle(result.error)

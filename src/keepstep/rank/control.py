@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from keepstep.clock import SYSTEM
-from keepstep.errors import InternalError
+from keepstep.errors import InternalError, NotEnoughMemory
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.messages import (
     FROM_RANK,
@@ -20,9 +20,11 @@ from keepstep.wire.messages import (
     Abort,
     Finish,
     Go,
+    SaveAnswer,
     SaveResult,
     SlotFree,
     SlotGrant,
+    SlotsDenied,
     StopAt,
     StoreReply,
 )
@@ -45,6 +47,10 @@ class Control:
         self._replies: dict[int, StoreReply] = {}
         self._waiting: set[int] = set()
         self._grants: list[tuple[int, int, int]] = []
+        self._granted = 0
+        """Slots that belong to the answer that is coming in."""
+        self._denied = ""
+        self._answers: dict[tuple[int, int], str] = {}
         self._next_call = 0
         self.aborting_round = 0
         """Newest round that is being aborted: whatever fails in it is a consequence."""
@@ -96,7 +102,12 @@ class Control:
                 if message.id in self._waiting:
                     self._replies[message.id] = message
             elif isinstance(message, SlotGrant):
+                self._granted = message.of
                 self._grants.append((message.slot, message.size, self._channel.take_fd()))
+            elif isinstance(message, SlotsDenied):
+                self._denied = message.error
+            elif isinstance(message, SaveAnswer):
+                self._answers[message.round, message.step] = message.reason
             self._changed.notify_all()
 
     def _wait(self, take: Callable[[], T | None], timeout_s: float | None) -> T | None:
@@ -152,23 +163,46 @@ class Control:
         found = self._wait(take, None)
         return found if isinstance(found, StopAt) else None
 
-    def take_grants(self, count: int, timeout_s: float) -> list[tuple[int, int, int]]:
-        """Wait for ``count`` staging slots: (slot, size, descriptor).
+    def take_grants(self, timeout_s: float) -> list[tuple[int, int, int]]:
+        """Wait for the staging slots that were asked for: (slot, size, descriptor).
 
         Raises:
-            InternalError: they did not come in time.
+            NotEnoughMemory: the node has no memory for them.
+            InternalError: no answer came in time.
         """
 
-        def take() -> list[tuple[int, int, int]] | None:
-            if len(self._grants) < count:
+        def take() -> tuple[list[tuple[int, int, int]], str] | None:
+            if self._denied:
+                error, self._denied = self._denied, ""
+                return [], error
+            if not self._granted or len(self._grants) < self._granted:
                 return None
-            taken, self._grants = self._grants[:count], self._grants[count:]
-            return taken
+            taken, self._grants, self._granted = self._grants, [], 0
+            return taken, ""
 
-        grants = self._wait(take, timeout_s)
-        if grants is None:
+        found = self._wait(take, timeout_s)
+        if found is None:
             raise InternalError(f"the agent gave no staging slots within {timeout_s:.0f} s")
+        grants, error = found
+        if error:
+            raise NotEnoughMemory(error)
         return grants
+
+    def wait_answer(self, round: int, step: int) -> str | None:
+        """Wait for the answer to the SaveAsk of ``step``: why it is skipped, empty if it is not.
+
+        None if ``round`` is aborted first. Answers of older rounds and steps are forgotten.
+        """
+
+        def take() -> str | bool | None:
+            if (round, step) in self._answers:
+                reason = self._answers[round, step]
+                self._answers = {key: v for key, v in self._answers.items() if key > (round, step)}
+                return reason
+            return True if self.aborted_round >= round else None
+
+        found = self._wait(take, None)
+        return found if isinstance(found, str) else None
 
     def call_id(self) -> int:
         """A fresh id for a store call."""

@@ -132,10 +132,11 @@ class Finish(Message):
 
 
 class SlotGrant(Message):
-    """A staging slot (one descriptor follows) of ``size`` bytes."""
+    """A staging slot (one descriptor follows) of ``size`` bytes, one of ``of`` that are granted."""
 
     slot: int
     size: int
+    of: int
 
 
 class SlotFree(Message):
@@ -250,6 +251,14 @@ class Staged(Message):
     size: int
     version: Version
     t: float
+
+
+class Unstaged(Message):
+    """The copy for the save of ``version`` failed on this rank: the save cannot be committed."""
+
+    inc: int
+    version: Version
+    error: str
 
 
 class SaveAsk(Message):
@@ -372,7 +381,7 @@ class RankUp(Message):
 
 
 class RankEvent(Message):
-    """A rank's Join, Failed, Returned or StopAck, passed on."""
+    """A rank's Join, Failed, Returned, StopAck or SaveAsk, passed on."""
 
     rank: int
     body: Join | Failed | Returned | StopAck | SaveAsk
@@ -441,6 +450,14 @@ class SaveBegun(Message):
     version: Version
 
 
+class SlotsMade(Message):
+    """``slots`` staging slots of ``size`` bytes were granted to ``rank``."""
+
+    rank: int
+    slots: int
+    size: int
+
+
 class StopRequest(Message):
     """SIGTERM or Ctrl-C; ``live`` is the newest step in progress on this node."""
 
@@ -487,7 +504,7 @@ class Kill(Message):
 
 
 class Notice(Message):
-    """One line for people: ``kind`` restart, ready, commit, fail, stop."""
+    """One line for people: ``kind`` restart, ready, commit, fail, skip, stop."""
 
     kind: str
     text: str
@@ -517,7 +534,18 @@ TO_RANK = (
     | SaveResult
     | StoreReply
 )
-FROM_RANK = Hello | Join | Failed | Returned | StopAck | SlotWanted | Staged | SaveAsk | StoreCall
+FROM_RANK = (
+    Hello
+    | Join
+    | Failed
+    | Returned
+    | StopAck
+    | SlotWanted
+    | Staged
+    | Unstaged
+    | SaveAsk
+    | StoreCall
+)
 TO_WRITER = WriteShard
 FROM_LEASE = LeaseNews
 FROM_WRITER = ShardWritten | ShardRetry | ShardFailed | Committed
@@ -530,6 +558,7 @@ TO_COORDINATOR = (
     | Stepped
     | ShardDone
     | SaveBegun
+    | SlotsMade
     | StopRequest
     | StoreForward
 )
