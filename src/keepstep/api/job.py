@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from keepstep.config import CheckpointSettings
-from keepstep.engines import Saver
+from keepstep.engines import Saver, WhenBusy
 from keepstep.errors import UsageError
 from keepstep.ports import PendingWrite
 from keepstep.rank.progress import Progress
@@ -45,6 +45,7 @@ class Job:
         self._saved = 0
         self._loss: float | None = None
         self._pending: PendingWrite | None = None
+        self._prepared = False
 
     @property
     def world(self) -> World:
@@ -92,20 +93,28 @@ class Job:
     def steps(self, total: int) -> Iterator[int]:
         """Yield each step that is still to do, up to and including ``total``.
 
-        Restores before the first; after each turn the step is counted and saved when due.
+        Restores before the first; after each turn the step is counted and saved when due. A save
+        that is due while storage is behind may be skipped, that of the last step waits.
         """
         step = self.start_step
+        at_end = bool(self._settings.every_steps) and self._settings.at_end
         while step <= total:
-            self._begin(step)
+            self._begin(step, must=at_end and step == total)
             yield step
-            self._complete(step)
+            self._complete(step, must=at_end and step == total)
             step += 1
-        if self._settings.every_steps and self._settings.at_end and self._saved < self._done:
+        if at_end and self._saved < self._done:
             self.save()
         self._progress.begin_step(None)
 
-    def _begin(self, step: int) -> None:
+    def _due(self, step: int) -> bool:
+        every = self._settings.every_steps
+        return bool(every) and step % every == 0
+
+    def _begin(self, step: int, *, must: bool = False) -> None:
         self._loss = None
+        if self._due(step) and not must and self._settings.when_busy == "skip":
+            self._saver.expect(step)
         self._progress.begin_step(step)
 
     def completed(self, step: int) -> None:
@@ -117,7 +126,7 @@ class Job:
         self._complete(step)
         self._begin(step + 1)
 
-    def _complete(self, step: int) -> None:
+    def _complete(self, step: int, *, must: bool = False) -> None:
         self.restore()
         if step != self._done + 1:
             raise UsageError(
@@ -127,20 +136,37 @@ class Job:
         self._done = step
         self._progress.end_step(step, self._loss)
         self._saver.poll()
-        every = self._settings.every_steps
-        if every and step % every == 0:
-            self.save()
         if self._progress.stop_due(step, self._world.round):
             if self._saved < step:
                 self.save()
             raise RunStopped
+        if self._due(step):
+            self._save("wait" if must else self._settings.when_busy)
+        elif self._settings.every_steps and not self._prepared:
+            self._saver.prepare(self._state())
+        self._prepared = True
 
     def save(self) -> PendingWrite:
-        """Save the state after the last completed step, whatever the schedule says."""
+        """Save the state after the last completed step, whatever the schedule says.
+
+        Waits for storage where it is behind.
+        """
         self.restore()
-        self._pending = self._saver.save(self._state(), self._done)
-        self._saved = self._done
-        return self._pending
+        return self._save("wait")
+
+    def _save(self, when_busy: WhenBusy) -> PendingWrite:
+        save = self._saver.save(self._state(), self._done, when_busy)
+        if not save.skipped:
+            self._pending, self._saved = save, self._done
+        return save
+
+    def mutates(self) -> None:
+        """Return once the tracked state may be changed by other means than an optimizer's step.
+
+        A save may still be copying it while the next step computes; optimizers' steps wait by
+        themselves.
+        """
+        self._saver.mutates()
 
     @property
     def saving(self) -> int:

@@ -4,26 +4,51 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from keepstep.config import Config
-from keepstep.ports import PendingWrite, Restarter
+from keepstep.ports import Restarter
 from keepstep.rank.progress import Progress
 from keepstep.rank.runtime import Runtime
+from keepstep.rank.save import Save
 from keepstep.wire.types import World
 
+WhenBusy = Literal["skip", "wait"]
+"""What becomes of a save for which there is no staging copy: it is skipped, or waits for one."""
 
-class Saver(Protocol):
+
+class Ahead(Protocol):
+    """What a saver is told before a save."""
+
+    def prepare(self, state: dict[str, object]) -> None:
+        """Saves of ``state`` will come: make the memory for them, in the background."""
+
+    def expect(self, step: int) -> None:
+        """A save that may be skipped is due at the end of ``step``, which begins now."""
+
+    def mutates(self) -> None:
+        """Return once the state may be changed by other means than an optimizer's step."""
+
+
+class Saver(Ahead, Protocol):
     """Saves and loads a job's state in one round."""
 
-    def save(self, state: dict[str, object], step: int) -> PendingWrite:
-        """Copy ``state`` and write it in the background."""
+    def save(self, state: dict[str, object], step: int, when_busy: WhenBusy = "wait") -> Save:
+        """Copy ``state`` and write it in the background, or skip that.
+
+        Raises:
+            NotEnoughMemory: the copy does not fit into memory.
+        """
 
     def load(self, state: dict[str, object]) -> int:
         """Fill ``state`` in place; returns the step it belongs to (0: nothing to load)."""
 
     def poll(self) -> None:
-        """A step was completed; called on every rank at the same step."""
+        """A step was completed; called on every rank at the same step.
+
+        Raises:
+            NotEnoughMemory: what ``prepare`` began has failed.
+        """
 
     def finish(self, timeout_s: float) -> None:
         """``main`` has returned or stopped on notice: wait for the saves begun.

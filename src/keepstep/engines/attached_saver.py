@@ -15,13 +15,16 @@ import torch.distributed as dist
 
 from keepstep import events
 from keepstep.checkpoint.torch_state import OPTIONAL
+from keepstep.engines import WhenBusy
 from keepstep.errors import SaveFailed
+from keepstep.policy.skipping import skip_line
 from keepstep.ports import PendingWrite
 from keepstep.rank import exchange
 from keepstep.rank.checkpointer import Checkpointer, WriterFactory
 from keepstep.rank.history import RoundHistory, RunHistory
 from keepstep.rank.progress import SaveEvents
 from keepstep.rank.runtime import Runtime
+from keepstep.rank.save import Save
 from keepstep.wire.types import Version, World
 
 
@@ -67,6 +70,11 @@ class AttachedSaver:
         self._checkpointer = Checkpointer(
             root,
             keep_last=checkpoint.keep_last,
+            keep_every_steps=checkpoint.keep_every_steps,
+            copy=checkpoint.copy,
+            check_copy=checkpoint.check_copy,
+            retries=checkpoint.retries,
+            slots=checkpoint.slots,
             run_id=run,
             history=self._history,
             writer=writer,
@@ -75,20 +83,39 @@ class AttachedSaver:
             first_round=world.round if coordinated else 1,
         )
 
-    def save(self, state: dict[str, object], step: int) -> PendingWrite:
-        """Copy ``state`` and write it in the background; tells which earlier saves failed.
+    def prepare(self, state: dict[str, object]) -> None:
+        """Make the memory for saves."""
+        self._checkpointer.prepare({**state, **self._extra})
+
+    def expect(self, step: int) -> None:
+        """The ranks decide when the save comes."""
+
+    def mutates(self) -> None:
+        """Return once the state may be changed by other means than an optimizer's step."""
+        self._checkpointer.mutates()
+
+    def save(self, state: dict[str, object], step: int, when_busy: WhenBusy = "wait") -> Save:
+        """Copy ``state`` and write it in the background, or skip that; tells which earlier saves
+        failed.
 
         Raises:
             SaveFailed: this one cannot be begun, or too many failed in a row.
         """
-        self._judge(self._checkpointer.failures())
+        admission = self._checkpointer.admit(when_busy)
+        self._judge(admission.failed)
+        if admission.reason:
+            if self._world.rank == 0:
+                skip = events.CheckpointSkip(reason=admission.reason)
+                self._runtime.recorder.emit(skip, step=step)
+                _say(skip_line(step, admission.reason))
+            return Save(step, None, admission.reason)
         size: list[int] = []
         with self._events.saving(step, size):
-            pending = self._checkpointer.async_save({**state, **self._extra}, step)
+            save = self._checkpointer.begin({**state, **self._extra}, step)
             size.append(self._checkpointer.last_bytes)
         self._last = step
-        self._begun.append((step, pending))
-        return pending
+        self._begun.append((step, save))
+        return save
 
     def load(self, state: dict[str, object]) -> int:
         """Load the newest good checkpoint of this run; returns its step, 0 if there is none.

@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.config import Config
-from keepstep.engines import Engine, Saver
-from keepstep.ports import PendingWrite, Restarter
+from keepstep.engines import Engine, Saver, WhenBusy
+from keepstep.errors import RestartSignal
+from keepstep.ports import Restarter
 from keepstep.rank.heartbeat import NativeHeartbeat
 from keepstep.rank.progress import LaunchedProgress, SaveEvents
 from keepstep.rank.restart import Groups, NativeRestarter
 from keepstep.rank.runtime import Runtime
+from keepstep.rank.save import Save
+from keepstep.wire.messages import SaveAsk
 from keepstep.wire.types import Version, World
 
 if TYPE_CHECKING:
     from keepstep.engines.attached_saver import AttachedSaver
+    from keepstep.rank.agent_staging import AgentStaging
     from keepstep.rank.shard_writer import NativeShardWriter
+    from keepstep.rank.slots import SlotPool
 
 
 class NativeEngine(Engine):
@@ -29,6 +34,7 @@ class NativeEngine(Engine):
         self._runtime = runtime
         self.progress = LaunchedProgress(runtime, NativeHeartbeat(runtime))
         self._writer: NativeShardWriter | None = None
+        self._staging: AgentStaging | None = None
         self._saver: AttachedSaver | None = None
         self._restarter: NativeRestarter | None = None
 
@@ -66,12 +72,24 @@ class NativeEngine(Engine):
         if self._writer is None:
             # Only now: a script that saves nothing through us need not have torch.
             from keepstep.rank.agent_staging import AgentStaging
+            from keepstep.rank.copied import CopyWatch
             from keepstep.rank.shard_writer import NativeShardWriter
 
+            checkpoint, control = self._config.checkpoint, self._runtime.control
+            staging = self._staging = AgentStaging(self._runtime)
             self._writer = NativeShardWriter(
-                AgentStaging(self._runtime), rank=world.rank, world=world.size
+                staging,
+                rank=world.rank,
+                world=world.size,
+                copy=checkpoint.copy,
+                check_copy=checkpoint.check_copy,
+                watch=CopyWatch(
+                    failed=lambda version, error: staging.failed(version, str(error)),
+                    trusted=lambda version: control.aborting_round < version.round,
+                ),
             )
-        return LaunchedSaver(self._runtime, self._writer, world)
+        assert self._staging is not None
+        return LaunchedSaver(self._runtime, self._writer, self._staging.pool, world)
 
     @property
     def _ranks_commit(self) -> bool:
@@ -105,17 +123,55 @@ def _nothing() -> int:
 
 
 class LaunchedSaver:
-    """Implements ``engines.Saver`` for one round."""
+    """Implements ``engines.Saver`` for one round.
 
-    def __init__(self, runtime: Runtime, writer: NativeShardWriter, world: World) -> None:
+    Args:
+        runtime: The rank. writer: Copies and hands over. pool: its slots. world: the round.
+    """
+
+    def __init__(
+        self, runtime: Runtime, writer: NativeShardWriter, pool: SlotPool, world: World
+    ) -> None:
         self._runtime = runtime
         self._writer = writer
+        self._pool = pool
         self._world = world
         self._events = SaveEvents(runtime)
         self._root = Path(runtime.config.checkpoint.dir)
+        self._asked = 0
+        """Newest step of this round for which the coordinator was asked."""
+        writer.settle()
+        pool.reclaim()  # what an abort interrupted before it was copied
 
-    def save(self, state: dict[str, object], step: int) -> PendingWrite:
-        """Copy ``state`` into a slot and hand it to the node's writer."""
+    def prepare(self, state: dict[str, object]) -> None:
+        """Ask the agent for slots, which a thread populates; ``poll`` tells of a failure."""
+        size = self._writer.size_of(state)
+        self._writer.prepare(size, self._runtime.config.checkpoint.slots)
+
+    def expect(self, step: int) -> None:
+        """Ask the coordinator now, so that the answer is there when the step ends."""
+        if step > self._asked:
+            self._asked = step
+            inc = self._runtime.start.inc
+            self._runtime.control.send(SaveAsk(inc=inc, round=self._world.round, step=step))
+
+    def mutates(self) -> None:
+        """Return once the state may be changed by other means than an optimizer's step."""
+        self._writer.mutates()
+
+    def save(self, state: dict[str, object], step: int, when_busy: WhenBusy = "wait") -> Save:
+        """Copy ``state`` into a slot and hand it to the node's writer.
+
+        Raises:
+            RestartSignal: the round was aborted before it was known whether to begin.
+        """
+        if when_busy == "skip":
+            self.expect(step)
+            reason = self._runtime.control.wait_answer(self._world.round, step)
+            if reason is None:
+                raise RestartSignal
+            if reason:
+                return Save(step, None, reason)
         version = Version(
             run=self._runtime.start.run,
             term=self._world.term,
@@ -127,7 +183,7 @@ class LaunchedSaver:
         with self._events.saving(step, size):
             pending = self._writer.begin(state, version, self._root)
             size.append(self._writer.last_bytes)
-        return pending
+        return Save(step, pending)
 
     def load(self, state: dict[str, object]) -> int:
         """Load the checkpoint that this round resumes from."""
@@ -139,7 +195,12 @@ class LaunchedSaver:
         return self._world.resume
 
     def poll(self) -> None:
-        """The node's writer goes on by itself."""
+        """The node's writer goes on by itself.
+
+        Raises:
+            NotEnoughMemory: there is no memory for the slots that were asked for.
+        """
+        self._pool.check()
 
     def finish(self, timeout_s: float) -> None:
         """The coordinator waits for the last save before it ends the run."""

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from keepstep.config import Config, env
-from keepstep.engines import Engine, Saver
+from keepstep.engines import Engine, Saver, WhenBusy
 from keepstep.errors import UsageError
-from keepstep.ports import PendingWrite, Restarter
+from keepstep.ports import Restarter
 from keepstep.rank.checkpointer import Checkpointer, WriterFactory, native_writer
 from keepstep.rank.plain_group import PlainGroup
 from keepstep.rank.progress import NoProgress
+from keepstep.rank.save import Save
 from keepstep.wire.types import World
 
 T = TypeVar("T")
@@ -68,9 +69,17 @@ class StandaloneEngine(Engine):
         root = self._config.checkpoint.dir or str(
             Path(self._config.run.dir or "runs/plain") / "checkpoints"
         )
+        settings = self._config.checkpoint
         self._checkpointer = Checkpointer(
             root,
-            keep_last=self._config.checkpoint.keep_last,
+            keep_last=settings.keep_last,
+            keep_every_steps=settings.keep_every_steps,
+            copy=settings.copy,
+            check_copy=settings.check_copy,
+            when_busy=settings.when_busy,
+            retries=settings.retries,
+            slots=settings.slots,
+            resume_from=settings.resume_from or None,
             writer=chosen_writer(
                 self._config.engine.parts.checkpoint, self._config.nvrx.checkpoint
             ),
@@ -102,9 +111,20 @@ class StandaloneSaver:
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
 
-    def save(self, state: dict[str, object], step: int) -> PendingWrite:
-        """Copy ``state`` and write it in the background."""
-        return self._checkpointer.async_save(state, step)
+    def prepare(self, state: dict[str, object]) -> None:
+        """Make the memory for saves."""
+        self._checkpointer.prepare(state)
+
+    def expect(self, step: int) -> None:
+        """The ranks decide when the save comes."""
+
+    def mutates(self) -> None:
+        """Return once the state may be changed by other means than an optimizer's step."""
+        self._checkpointer.mutates()
+
+    def save(self, state: dict[str, object], step: int, when_busy: WhenBusy = "wait") -> Save:
+        """Copy ``state`` and write it in the background, or skip that on all ranks."""
+        return self._checkpointer.async_save(state, step, when_busy=when_busy)
 
     def load(self, state: dict[str, object]) -> int:
         """Load the newest committed checkpoint, if there is one."""

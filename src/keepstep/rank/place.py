@@ -93,4 +93,11 @@ def native_writer(place: Place) -> ShardWriter:
         clock=place.clock,
         on_commit=place.on_commit,
     )
-    return NativeShardWriter(staging, rank=place.rank, world=place.world, clock=place.clock)
+    return NativeShardWriter(
+        staging,
+        rank=place.rank,
+        world=place.world,
+        clock=place.clock,
+        copy=place.copy,
+        check_copy=place.check_copy,
+    )

@@ -152,7 +152,7 @@ class SlotPool:
         for number, one in kept.items():
             # A view that somebody still has keeps the mapping until that is gone too.
             with contextlib.suppress(BufferError):
-                one.slot.buffer.close()
+                one.slot.close()
             os.close(one.fd)
             self._gone(number)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from keepstep.engines import WhenBusy
 from keepstep.engines.attached_saver import AttachedSaver
 from keepstep.engines.nvrx.heartbeat import NvrxHeartbeat
-from keepstep.ports import PendingWrite
+from keepstep.rank.save import Save
 
 
 class BusySaver:
@@ -18,10 +19,24 @@ class BusySaver:
         self._saver = saver
         self._heartbeat = heartbeat
 
-    def save(self, state: dict[str, object], step: int) -> PendingWrite:
-        """Copy ``state`` and write it in the background."""
+    def prepare(self, state: dict[str, object]) -> None:
+        """Make the memory for saves."""
         with self._heartbeat.busy():
-            return self._saver.save(state, step)
+            self._saver.prepare(state)
+
+    def expect(self, step: int) -> None:
+        """A save is due at the end of ``step``."""
+        self._saver.expect(step)
+
+    def mutates(self) -> None:
+        """Return once the state may be changed by other means than an optimizer's step."""
+        with self._heartbeat.busy():
+            self._saver.mutates()
+
+    def save(self, state: dict[str, object], step: int, when_busy: WhenBusy = "wait") -> Save:
+        """Copy ``state`` and write it in the background, or skip that."""
+        with self._heartbeat.busy():
+            return self._saver.save(state, step, when_busy)
 
     def load(self, state: dict[str, object]) -> int:
         """Fill ``state`` in place; returns the step it belongs to."""

@@ -60,6 +60,7 @@ class NvrxShardWriter:
         nvrx: NVRx's names; None: those of the installed package.
 
     Attributes:
+        slots: Saves that can be in work before the next one waits: NVRx writes one at a time.
         last_bytes: Bytes of the tensors copied last.
         last_copy_s: How long that copy took, in seconds.
 
@@ -67,6 +68,8 @@ class NvrxShardWriter:
         EngineUnavailable: NVRx is not installed.
         UsageError: there is no such kind.
     """
+
+    slots = 1
 
     def __init__(
         self,
