@@ -68,6 +68,11 @@ def test_torchs_planner_finds_each_block_by_its_offsets() -> None:
         part.__get_tensor_shard__(MetadataIndex("weight", torch.Size((0, 0))))
 
 
+def test_computing_with_a_part_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="of a part of a tensor"):
+        FlatPart(torch.arange(5.0), (3, 3), 2) + 1
+
+
 def test_an_empty_part_has_a_shape_and_no_blocks() -> None:
     part = FlatPart(torch.empty(0), (3, 3), 0)
     assert (part.shape, part.__create_chunk_list__()) == (torch.Size((3, 3)), [])

@@ -77,9 +77,7 @@ def test_without_sharding_every_rank_is_a_replica_of_the_whole(original: bool) -
     with fake_world(1, 2):
         module = wrapped(use_orig_params=original, sharding_strategy=ShardingStrategy.NO_SHARD)
         found = torch_fsdp1.shards(module)
-        assert {(shard.sharded, shard.replica, shard.replicas) for shard in found} == {
-            (False, 1, 2)
-        }
+        assert {(shard.part.replica, shard.part.replicas) for shard in found} == {(1, 2)}
         for shard in found:
             assert torch.equal(shard.part.local.view(shard.part.shape), expected[shard.name])
 

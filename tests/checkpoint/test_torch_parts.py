@@ -138,14 +138,6 @@ def test_what_cannot_be_restored_in_place_is_refused_when_saving(holder: object)
         flatten({"it": holder}, rank=0, world=1)
 
 
-def test_fsdp1_is_refused_by_name() -> None:
-    class FullyShardedDataParallel(nn.Module):
-        """Stands for torch's, which needs a process group."""
-
-    with pytest.raises(CheckpointError, match=r"Use torch\.distributed\.fsdp\.fully_shard"):
-        flatten({"model": nn.Sequential(FullyShardedDataParallel())}, rank=0, world=1)
-
-
 @pytest.mark.parametrize(
     ("key", "replicas", "name"),
     [

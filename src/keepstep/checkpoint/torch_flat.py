@@ -8,7 +8,7 @@ of it. Here such a run becomes a few blocks, which any other world can put toget
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -52,53 +52,77 @@ def _of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Blo
     return [((row, *at), (1, *size)) for at, size in blocks(shape[1:], start, stop)]
 
 
-@dataclass(frozen=True, eq=False)
-class FlatPart:
+class FlatPart(torch.Tensor):
     """This rank's part of a tensor of ``global_shape``: the elements from ``start`` on.
 
-    ``local`` is one-dimensional and may be empty. Torch's planner takes it like any other sharded
-    tensor.
+    It looks like the whole tensor (shape, type, device) and holds ``local``, which has one
+    dimension and may be empty. Torch's planner takes it like any other sharded tensor; computing
+    with it is refused.
+
+    Attributes:
+        local: The live elements.
+        global_shape: The whole tensor's.
+        start: Place of the first element of ``local`` in the whole, in row-major order.
+        owner: What an optimizer has instead of it, if anything.
+        replica: Of ``replicas`` ranks with the same part this one's number.
     """
 
     local: torch.Tensor
     global_shape: tuple[int, ...]
     start: int
+    owner: torch.Tensor | None
+    replica: int
+    replicas: int
 
-    @property
-    def shape(self) -> torch.Size:
-        """The whole tensor's shape."""
-        return torch.Size(self.global_shape)
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        global_shape: tuple[int, ...],
+        start: int,
+        *,
+        owner: torch.Tensor | None = None,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> FlatPart:
+        made: FlatPart = torch.Tensor._make_wrapper_subclass(
+            cls, global_shape, dtype=local.dtype, device=local.device
+        )
+        made.local, made.global_shape, made.start = local, tuple(global_shape), start
+        made.owner, made.replica, made.replicas = owner, replica, replicas
+        return made
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the elements."""
-        return self.local.dtype
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{function} of a part of a tensor")
 
-    @property
-    def device(self) -> torch.device:
-        """Where ``local`` lies."""
-        return self.local.device
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        stop = self.start + self.local.numel()
+        return f"FlatPart(elements {self.start} to {stop} of {self.global_shape})"
+
+    def of(self, local: torch.Tensor) -> FlatPart:
+        """``local`` in the same place of a whole of the same shape."""
+        return FlatPart(
+            local,
+            self.global_shape,
+            self.start,
+            owner=self.owner,
+            replica=self.replica,
+            replicas=self.replicas,
+        )
 
     def blocks(self) -> list[tuple[Block, torch.Tensor]]:
         """The blocks with their live values, in order."""
         at = 0
         found = []
-        for offsets, sizes in blocks(
-            self.global_shape, self.start, self.start + self.local.numel()
-        ):
+        stop = self.start + self.local.numel()
+        for offsets, sizes in blocks(self.global_shape, self.start, stop):
             count = math.prod(sizes)
             found.append(((offsets, sizes), self.local.narrow(0, at, count).view(sizes)))
             at += count
         return found
-
-    def detach(self) -> FlatPart:
-        """The same part, outside of autograd."""
-        return FlatPart(self.local.detach(), self.global_shape, self.start)
-
-    def like(self, dtype: torch.dtype) -> FlatPart:
-        """Zeros for the same elements, of another type."""
-        local = torch.zeros_like(self.local.detach(), dtype=dtype)
-        return FlatPart(local, self.global_shape, self.start)
 
     # --- what torch's planner asks for ----------------------------------------------------------
 
@@ -107,9 +131,6 @@ class FlatPart:
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
             for (offsets, sizes), _ in self.blocks()
         ]
-
-    def __create_write_items__(self, fqn: str, value: object) -> list[object]:
-        raise NotImplementedError(f"{fqn} is not written by torch")
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for (offsets, _), values in self.blocks():

@@ -27,24 +27,29 @@ _NEEDED = ("_fqns", "_shapes", "_numels_with_padding", "_is_padding_mask")
 class Shard:
     """This rank's part of one parameter.
 
-    ``owner`` is what an optimizer has instead of it: the parameter itself (``use_orig_params``), or
-    a flat parameter of which this one is ``count`` elements from ``at`` on. ``sharded`` is False
-    under ``NO_SHARD``: each rank holds all of it. Of ``replicas`` ranks with the same part this one
-    is number ``replica``.
+    ``part.owner`` is what an optimizer has instead of it: the parameter itself
+    (``use_orig_params``), or a flat parameter of which this one is the elements from ``at`` on.
     """
 
     name: str
     part: FlatPart
     owner: nn.Parameter
     at: int
-    sharded: bool
-    replica: int
-    replicas: int
 
     def part_of(self, value: torch.Tensor) -> FlatPart:
-        """The part of ``value``, which has the owner's shape, that belongs to this parameter."""
+        """The part of ``value``, which has the owner's elements, that is of this parameter."""
         local = value.detach().view(-1).narrow(0, self.at, self.part.local.numel())
-        return FlatPart(local, self.part.global_shape, self.part.start)
+        return self.part.of(local)
+
+    def scalar(self, value: torch.Tensor) -> FlatPart:
+        """``value``, of one element, as the state of this parameter: the rank that holds its first
+        element has it."""
+        part = self.part
+        holds = part.start == 0 and part.local.numel() > 0
+        local = value.detach().view(-1)[: 1 if holds else 0]
+        return FlatPart(
+            local, (), 0, owner=part.owner, replica=part.replica, replicas=part.replicas
+        )
 
 
 def is_wrapped(module: nn.Module) -> bool:
@@ -102,17 +107,17 @@ def _of_handle(prefix: str, wrapper: Any, handle: Any, flat: Any) -> Iterator[Sh
             start = int(info.intra_param_start_idx or 0) if info.in_shard else 0
         else:
             count, start, offset = torch.Size(shape).numel(), 0, offsets[index]
-        part = FlatPart(local.detach().view(-1).narrow(0, offset, count), shape, start)
         own = originals[index] if originals is not None else None
-        yield Shard(
-            name=f"{prefix}{fqn}",
-            part=part,
-            owner=flat if own is None else own,
-            at=offset if own is None else 0,
-            sharded=sharded,
+        owner = flat if own is None else own
+        part = FlatPart(
+            local.detach().view(-1).narrow(0, offset, count),
+            shape,
+            start,
+            owner=owner,
             replica=replica,
             replicas=replicas,
         )
+        yield Shard(f"{prefix}{fqn}", part, owner, offset if own is None else 0)
 
 
 def _offsets(sizes: Iterable[int], are_padding: Iterable[bool]) -> list[int]:
@@ -141,3 +146,11 @@ def rest(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_flat(parameter: nn.Parameter) -> bool:
     return all(hasattr(parameter, name) for name in _NEEDED)
+
+
+def extra_state(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """What modules keep besides tensors (``get_extra_state``), by plain name."""
+    for path, child in module.named_modules():
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            prefix = plain(f"{path}." if path else "")
+            yield f"{prefix}_extra_state", child.get_extra_state()

@@ -80,4 +80,5 @@ def spec_of(entry: Entry) -> TensorSpec:
         global_shape=entry.global_shape,
         offsets=entry.offsets,
         kind=entry.kind,
+        of=entry.of,
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from keepstep.checkpoint.torch_fsdp1_optimizer import FlatStates, Owned
 from keepstep.checkpoint.torch_nested import (
     Named,
     Nested,
@@ -49,6 +50,7 @@ class OptimizerPart:
         optimizer: The optimizer.
         names: Name of each parameter of a tracked module, by ``id``.
         replicated: Ids of the parameters that are equal on all ranks.
+        flat: Parameters that FSDP1 holds, by id of what the optimizer has.
 
     Raises:
         CheckpointError: its state is spread over ranks in a way that cannot be kept.
@@ -60,8 +62,10 @@ class OptimizerPart:
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
         replicated: set[int],
+        flat: Mapping[int, list[Owned]] | None = None,
     ) -> None:
         self._name, self._optimizer = name, optimizer
+        self._flat_states = FlatStates(name, optimizer, flat or {})
         if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
             raise CheckpointError(
                 f"{name} is a ZeroRedundancyOptimizer, whose state lies on other ranks in part",
@@ -69,19 +73,20 @@ class OptimizerPart:
                 advice="use torch.distributed.fsdp.fully_shard, which shards optimizer state too",
             )
         hooked = getattr(type(optimizer).step, "hooked", False)
+        self.owned: set[int] = set()
+        """Ids of the parameters that only a step which torch's hooks see changes."""
         self._owners: list[_Owner] = []
         for index, group in enumerate(optimizer.param_groups):
             # A step in a CUDA graph is replayed without hooks, and only a capturable one can be.
             stable = hooked and not group.get("capturable")
             for at, parameter in enumerate(group["params"]):
                 key = id(parameter)
+                if stable:
+                    self.owned.add(key)
+                if parameter in self._flat_states:
+                    continue
                 prefix = f"{name}.state.{names.get(key, f'{index}.{at}')}"
                 self._owners.append(_Owner(prefix, parameter, index, key in replicated, stable))
-
-    @property
-    def owned(self) -> set[int]:
-        """Ids of the parameters that only a step which torch's hooks see changes."""
-        return {id(owner.parameter) for owner in self._owners if owner.stable}
 
     def _groups(self) -> Nested:
         plain = [
@@ -91,7 +96,10 @@ class OptimizerPart:
         return split(f"{self._name}.group", plain)
 
     def _sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self._optimizer.param_groups]
+        return [
+            sum(self._flat_states.count(parameter) for parameter in group["params"])
+            for group in self._optimizer.param_groups
+        ]
 
     def _flat(self, owner: _Owner) -> dict[str, torch.Tensor]:
         return {key: value for key, value in self._live(owner).items() if _is_flat(key, value)}
@@ -107,6 +115,7 @@ class OptimizerPart:
 
     def named(self) -> list[Named]:
         result = self._groups().named()
+        result += self._flat_states.named(self.owned)
         for owner in self._owners:
             prefix, replicated, stable = owner.prefix, owner.replicated, owner.stable
             for key, tensor in self._live(owner).items():
@@ -146,6 +155,7 @@ class OptimizerPart:
         _, paths = unpack(groups.prefix, value.get("groups"))
         result = targets(groups.prefix, paths, specs, groups.tensors, in_place=True)
         stored, rests = _by_prefix(specs), _rests(value)
+        result |= self._flat_states.targets(stored, specs)
         for owner in self._owners:
             keys, live = stored.get(owner.prefix, []), self._flat(owner)
             for key in keys:
@@ -173,6 +183,7 @@ class OptimizerPart:
 
     def apply(self, value: Mapping[str, object], loaded: Mapping[str, torch.Tensor]) -> None:
         stored, rests = _by_prefix(loaded), _rests(value)
+        self._flat_states.apply()
         for owner in self._owners:
             keys = stored.get(owner.prefix, [])
             if not keys and owner.prefix not in rests:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from keepstep.checkpoint import torch_fsdp1
 from keepstep.checkpoint.torch_nested import (
     Named,
     Nested,
@@ -66,28 +67,39 @@ class ModulePart:
     """Parameters, persistent buffers and extra state of a module.
 
     Raises:
-        CheckpointError: a key of its ``state_dict`` cannot be kept, or it is an FSDP1 module.
+        CheckpointError: a key of its ``state_dict`` cannot be kept.
     """
 
     def __init__(self, name: str, module: nn.Module, world: int) -> None:
         self._name, self._module = name, module
-        if any(type(child).__name__ == "FullyShardedDataParallel" for child in module.modules()):
-            raise CheckpointError(
-                f"{name} is wrapped in FullyShardedDataParallel, whose shards cannot be kept",
-                done="nothing was saved",
-                advice="use torch.distributed.fsdp.fully_shard",
-            )
-        # state_dict first: its hooks bring FSDP2's parameters back into their sharded form.
-        state = module.state_dict(keep_vars=True)
-        known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        replicated = _replicated(module, world)
-        wrapped = _replica_paths(module)
         self._named: list[Named] = []
         self._extra: dict[str, object] = {}
         self.names: dict[int, str] = {}
-        self.replicated: set[int] = replicated
+        self.replicated = _replicated(module, world)
+        self.flat: dict[int, list[tuple[str, torch_fsdp1.Shard]]] = {}
+        """What FSDP1 holds: by id of what an optimizer has, names and parts."""
+        if torch_fsdp1.is_wrapped(module):
+            self._take_fsdp1()
+        else:
+            self._take_state()
+
+    def _take_fsdp1(self) -> None:
+        wrapped = _replica_paths(self._module)
+        for shard in torch_fsdp1.shards(self._module):
+            full = f"{self._name}.{strip(shard.name, wrapped)}"
+            self._named.append(Named(full, shard.part))
+            self.flat.setdefault(id(shard.owner), []).append((full, shard))
+        for key, tensor in torch_fsdp1.rest(self._module):
+            self._add(f"{self._name}.{strip(key, wrapped)}", tensor)
+        self._extra = dict(torch_fsdp1.extra_state(self._module))
+
+    def _take_state(self) -> None:
+        module, wrapped = self._module, _replica_paths(self._module)
+        # state_dict first: its hooks bring FSDP2's parameters back into their sharded form.
+        state = module.state_dict(keep_vars=True)
+        known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for key, value in state.items():
-            full = f"{name}.{strip(key, wrapped)}"
+            full = f"{self._name}.{strip(key, wrapped)}"
             if key.rpartition(".")[2] == _EXTRA:
                 self._extra[key] = value
             elif not isinstance(value, torch.Tensor) or id(value) not in known:
@@ -97,9 +109,13 @@ class ModulePart:
                     done="nothing was saved",
                     advice="track what it stands for by itself, or keep it in get_extra_state",
                 )
-            elif id(value) not in self.names:
-                self.names[id(value)] = full
-                self._named.append(Named(full, value, id(value) in replicated))
+            else:
+                self._add(full, value)
+
+    def _add(self, full: str, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self.names:
+            self.names[id(tensor)] = full
+            self._named.append(Named(full, tensor, id(tensor) in self.replicated))
 
     def named(self) -> list[Named]:
         return [*self._named, *self._extra_state.named()]

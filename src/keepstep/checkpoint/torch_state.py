@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint import typed_json
 from keepstep.checkpoint.shard_file import Kind
+from keepstep.checkpoint.torch_flat import FlatPart
+from keepstep.checkpoint.torch_fsdp1_optimizer import Owned
 from keepstep.checkpoint.torch_nested import Named, Spec
 from keepstep.checkpoint.torch_optimizer import OptimizerPart
 from keepstep.checkpoint.torch_parts import (
@@ -72,7 +74,8 @@ class Entry:
     ``tensor`` is the live local part (it changes when training goes on), ``global_shape`` and
     ``offsets`` place it in the whole. ``stable``: nothing changes it until an optimizer steps, and
     torch's hooks see that. An operator that changes it in place counts it in ``_version`` of one of
-    ``counted``, unless it is one of the fused optimizers'.
+    ``counted``, unless it is one of the fused optimizers'. ``of``: the tensor of which this is one
+    of several chunks, where that has another name.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Entry:
     kind: Kind
     stable: bool = False
     counted: tuple[torch.Tensor, ...] = ()
+    of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +142,17 @@ def parts_of(tracked: Mapping[str, object], world: int) -> dict[str, Part]:
     }
     names: dict[int, str] = {}
     replicated: set[int] = set()
+    flat: dict[int, list[Owned]] = {}
     for module in modules.values():
         names = {**module.names, **names}
         replicated |= module.replicated
+        flat = {**module.flat, **flat}
     parts: dict[str, Part] = {}
     for name, item in _random_last(tracked):
         if name in modules:
             parts[name] = modules[name]
         elif isinstance(item, torch.optim.Optimizer):
-            parts[name] = OptimizerPart(name, item, names, replicated)
+            parts[name] = OptimizerPart(name, item, names, replicated, flat)
         elif isinstance(item, torch.Tensor):
             parts[name] = TensorPart(name, item)
         elif isinstance(item, Stateful):
@@ -178,7 +184,7 @@ def flatten(tracked: Mapping[str, object], *, rank: int, world: int) -> Snapshot
     named = _unique(item for part in parts.values() for item in part.named())
     places = _Places(rank, world, owned)
     with torch.no_grad():
-        entries = [entry for item in named if (entry := places.entry(item)) is not None]
+        entries = [entry for item in named for entry in places.entries(item)]
     values: dict[str, object] = {name: part.value() for name, part in parts.items()}
     values[NAMES_KEY] = digest(item.name for item in named)
     encoded = {name: typed_json.encode(value, name) for name, value in values.items()}
@@ -308,12 +314,41 @@ class _Places:
         self._changing: list[tuple[int, int]] = []
         """First byte and the byte after the last of storages that may change at any time."""
 
-    def entry(self, item: Named) -> Entry | None:
-        """What this rank writes of ``item``; None: nothing."""
+    def entries(self, item: Named) -> list[Entry]:
+        """What this rank writes of ``item``."""
         if item.tensor.numel() == 0:
             # Nobody has a chunk of it, so each rank notes that it exists.
             tensor = torch.empty(item.tensor.shape, dtype=item.tensor.dtype)
-            return Entry(item.name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), "rank")
+            shape = tuple(tensor.shape)
+            return [Entry(item.name, tensor, shape, (0,) * tensor.dim(), "rank")]
+        if isinstance(item.tensor, FlatPart):
+            return self._flat(item, item.tensor)
+        entry = self._entry(item)
+        return [] if entry is None else [entry]
+
+    def _flat(self, item: Named, part: FlatPart) -> list[Entry]:
+        """An entry for each block; the first has the tensor's name."""
+        name, stable = item.name, item.stable or id(part.owner) in self._owned
+        _check(name, part.local)
+        if not stable:
+            self._note(part.local)
+        if _chosen(name, part.replicas) != part.replica:
+            return []
+        return [
+            Entry(
+                name=f"{name}::{number}" if number else name,
+                tensor=values,
+                global_shape=part.global_shape,
+                offsets=offsets,
+                kind="shard",
+                stable=stable,
+                counted=(part.local,) if stable else (),
+                of=name if number else "",
+            )
+            for number, ((offsets, _), values) in enumerate(part.blocks())
+        ]
+
+    def _entry(self, item: Named) -> Entry | None:
         name, whole = item.name, item.tensor
         sharded = isinstance(whole, DTensor)
         tensor = _local(name, whole) if isinstance(whole, DTensor) else whole.detach()
