@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint import block_reader, blocks
+from keepstep.checkpoint import blocks
 from keepstep.checkpoint.block_reader import BlockReader
 from keepstep.checkpoint.source import StoredFile
 from keepstep.errors import CheckpointCorrupt
@@ -153,7 +153,7 @@ def test_a_device_that_refuses_direct_reads_is_read_in_the_other_way(
             raise OSError(errno.EINVAL, "no direct reads")
         return real(path, flags, mode)
 
-    monkeypatch.setattr(block_reader.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     read(info, [piece])
     assert piece.got == data
     assert opened == [True, False]
@@ -173,7 +173,7 @@ def test_what_only_this_process_needs_goes_past_the_page_cache(
         reads.update({block: direct for block in range(at // BLOCK, (at + count) // BLOCK)})
         return count
 
-    monkeypatch.setattr(block_reader.os, "preadv", watch)
+    monkeypatch.setattr(os, "preadv", watch)
     own, shared = Wanted(100, 4 * BLOCK + 9), Wanted(4 * BLOCK + 9, 5 * BLOCK, shared=True)
     read(info, [own, shared], alone=False)
     # The head and the block that others want too, at its end, are read through the cache.

@@ -293,6 +293,8 @@ class Cluster:
         folder = f"step-{version.step:08d}"
         for rank in range(self.world):
             self.saves.durable(rank, version, folder, 10, self.now)
+        if version.round == self.rounds.round:
+            assert self.rounds.loaded()
         self.checkpoints.append((version.step, folder))
         self.saves.commit_done(version, self.now)
         self.tick()

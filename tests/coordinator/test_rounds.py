@@ -9,6 +9,7 @@ from keepstep.wire.messages import (
     Finish,
     Go,
     Join,
+    Notice,
     RankDown,
     Returned,
     StopAt,
@@ -106,20 +107,45 @@ def test_when_nothing_can_be_resumed_from_the_job_ends_and_says_why() -> None:
     assert "none of 1 checkpoints can be used" in job.end.reason
 
 
-def test_a_round_that_cannot_be_written_down_does_not_begin() -> None:
+def test_a_round_that_cannot_be_written_down_ends_the_job_before_anything_is_committed() -> None:
     job = running(checkpoints=[(5, "old")])
+    job.fail(0)
     job.storage.full = OSError(28, "No space left on device")
-    job.fail(0)
-    assert list(job.goes) == [1]
+    assert not job.rounds.loaded()
+    job.pump()
     assert job.end and (job.end.exit_code, job.end.graceful) == (65, False)
-    assert "round 2 cannot begin: storage failed" in job.end.reason
+    assert "round 2 cannot be written down: storage failed" in job.end.reason
 
 
-def test_storage_is_told_what_each_round_resumes_from_before_any_rank_goes() -> None:
+def test_newer_checkpoints_are_abandoned_only_when_all_ranks_have_loaded_an_older_one() -> None:
+    job = running(checkpoints=[(5, "old"), (8, "newer"), (9, "newest")])
+    job.fail(0, "checkpoint", "CheckpointCorrupt: a")
+    job.fail(0, "checkpoint", "CheckpointCorrupt: b")
+    assert job.goes[3][0][1].folder == "old"
+    assert job.storage.resumes == {}
+    job.step(0, 6)
+    assert job.storage.resumes == {}
+    job.step(1, 6)
+    assert job.storage.resumes == {3: 5}
+
+
+def test_what_a_round_resumes_from_is_written_down_before_it_commits_anything() -> None:
     job = running(checkpoints=[(5, "old")])
-    job.commit(job.stage(8))
+    version = job.stage(8)
+    assert job.storage.resumes == {}
+    job.commit(version)
     job.fail(0)
+    job.commit(job.stage(9))
+    job.step(0, 10)
+    job.step(1, 10)
     assert job.storage.resumes == {1: 5, 2: 8}
+
+
+def test_a_round_can_resume_from_another_runs_checkpoint_without_a_step() -> None:
+    job = running(checkpoints=[(0, "/elsewhere/dcp")])
+    assert (job.goes[1][0][1].resume, job.goes[1][0][1].folder) == (0, "/elsewhere/dcp")
+    said = [one.text for one in job.sent if isinstance(one, Notice)]
+    assert "round 1: 2 ranks, resuming after step 0 from /elsewhere/dcp" in said
 
 
 def test_a_restart_waits_for_a_save_that_needs_no_rank_any_more() -> None:

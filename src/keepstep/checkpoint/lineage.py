@@ -9,7 +9,7 @@ belongs to an abandoned line of training.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,6 +39,8 @@ class Lineage:
         run_dir: Run folder. run: Its id. root: Folder of the checkpoints.
         on_damaged: Told once of each published checkpoint that is passed over because its files
             are not what was committed: folder, step, error.
+        elsewhere: What gives step and absolute path of another run's checkpoint to start from while
+            this run has none, but for those found damaged (see ``resume.finder``).
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Lineage:
         run: str,
         root: Path,
         on_damaged: Callable[[str, int, str], None] = lambda folder, step, error: None,
+        elsewhere: Callable[[Collection[str]], tuple[int, str]] | None = None,
     ) -> None:
         self._run = run
+        self._elsewhere = elsewhere
         self._root = root
         self._on_damaged = on_damaged
         self._told: set[str] = set()
@@ -71,12 +75,15 @@ class Lineage:
     def pick(self, exclude: frozenset[str]) -> tuple[int, str]:
         """Step and folder of the newest checkpoint to resume from; (0, "") if none was ever made.
 
+        A folder elsewhere is given by its absolute path.
+
         Args:
             exclude: Folders that were found damaged.
 
         Raises:
             CheckpointMismatch: the folder holds checkpoints of another run.
             CheckpointNotFound: there are checkpoints, and none can be used.
+            CheckpointError: there is none elsewhere, where one must be.
         """
         infos = catalog.committed(self._root)
         others = sorted({info.version.run for info in infos} - {self._run})
@@ -99,7 +106,7 @@ class Lineage:
                 done="nothing was deleted",
                 advice="run keepstep checkpoint verify; to start again from step 0, move them away",
             )
-        return 0, ""
+        return (0, "") if self._elsewhere is None else self._elsewhere(exclude)
 
     def _tell_damaged(self, hidden: set[str], step: int) -> None:
         """Tell of folders newer than ``step`` that have a manifest and are not offered."""

@@ -95,6 +95,7 @@ class Rounds:
         self._unusable: set[str] = set()
         self._resume = 0
         self._folder = ""
+        self._to_record = False
         self._first_steps_due = False
         self._stop: StopVote | None = None
         self._out: list[FROM_COORDINATOR] = []
@@ -163,7 +164,10 @@ class Rounds:
         member.stepped = True
         if not self._adopted:
             self._start_unadopted()
-        if self._first_steps_due and all(m.stepped for _, m in self.members):
+        all_stepped = all(m.stepped for _, m in self.members)
+        if all_stepped:
+            self.loaded()
+        if self._first_steps_due and all_stepped:
             self._first_steps_due = False
             done = events.RestartEnd(resume=self._resume, first_step=self._resume + 1)
             self._emit(done, round=self.round)
@@ -388,7 +392,6 @@ class Rounds:
             return  # a save that needs no rank any more is about to commit: lose less
         try:
             self._resume, self._folder = self._lineage.pick(frozenset(self._unusable))
-            self._lineage.went_on(self._next_round, self._resume)
         except KeepstepError as error:
             self._end(error.exit_code, str(error), graceful=False)
             return
@@ -397,6 +400,7 @@ class Rounds:
             self._end(ExitCode.CHECKPOINT, text, graceful=False)
             return
         self._open_round()
+        self._to_record = True
         self._saves.resume(self._resume, self.round)
         for rank, member in self.members:
             member.state, member.stepped, member.saving = "running", False, 0
@@ -410,6 +414,26 @@ class Rounds:
             self._to(rank, go)
         self._ready()
 
+    def loaded(self) -> bool:
+        """Every rank has loaded what this round resumes from: only now newer ones are abandoned.
+
+        Before that it may turn out that this checkpoint is damaged as well, and a newer one that
+        could not be read may do after all.
+
+        Returns:
+            False if it cannot be written down; the job has been ended then.
+        """
+        if not self._to_record:
+            return True
+        self._to_record = False
+        try:
+            self._lineage.went_on(self.round, self._resume)
+        except OSError as error:
+            text = f"round {self.round} cannot be written down: storage failed with {error}"
+            self._end(ExitCode.CHECKPOINT, text, graceful=False)
+            return False
+        return True
+
     def _open_round(self) -> None:
         if self.opened_round:
             self.round = self._next_round
@@ -422,7 +446,9 @@ class Rounds:
         self._emit(ready, round=self.round)
         self._first_steps_due = self._first_steps_due or self._episode is not None
         self._episode = None
-        at = f"resuming after step {self._resume}" if self._resume else "from the start"
+        at = f"resuming after step {self._resume}" if self._folder else "from the start"
+        if self._folder.startswith("/"):  # another run's
+            at += f" from {self._folder}"
         self._say("go", f"round {self.round}: {self.world} ranks, {at}", self._resume)
 
     def _finish(self) -> None:

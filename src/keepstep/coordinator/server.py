@@ -16,6 +16,7 @@ from pathlib import Path
 
 from keepstep import events
 from keepstep.checkpoint.lineage import Lineage
+from keepstep.checkpoint.resume import finder
 from keepstep.checkpoint.retention import Keep
 from keepstep.clock import SYSTEM
 from keepstep.config import Config
@@ -33,6 +34,8 @@ from keepstep.wire.messages import (
     Failed,
     Join,
     Notice,
+    Ping,
+    Pong,
     RankDown,
     RankEvent,
     RankUp,
@@ -113,7 +116,8 @@ class Coordinator:
         self._recorder = recorder
         checkpoint = config.checkpoint
         self._saves = Saves(world, checkpoint.write_limit_s, checkpoint.slots)
-        self._lineage = Lineage(run_dir, run, self._root, self._damaged)
+        elsewhere = finder(config.checkpoint.resume_from, self._damaged)
+        self._lineage = Lineage(run_dir, run, self._root, self._damaged, elsewhere)
         self._rounds = Rounds(world, config, self._saves, self._emit, self._lineage)
         self._store = KeyValue()
         self._store_round = 0
@@ -204,6 +208,8 @@ class Coordinator:
                 self._saves.limit_slots(slots)
             case StopRequest():
                 rounds.stop_request(message, now)
+            case Ping(number=number):
+                self._channel.send(Pong(number=number))
             case AgentHello():
                 pass
         self._send()
@@ -247,7 +253,10 @@ class Coordinator:
             self._settled(self._saves.failed(done.version, done.error))
             return
         ready = self._saves.durable(done.rank, done.version, done.folder, done.bytes, now)
-        if ready is not None:
+        if ready is None:
+            return
+        of_this_round = done.version.round == self._rounds.round
+        if not of_this_round or self._rounds.loaded():
             self._committer.put(ready)
 
     def _settled(self, settled: Settled | None) -> None:

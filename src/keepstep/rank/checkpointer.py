@@ -12,31 +12,21 @@ import dataclasses
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
-import msgspec
-import torch.distributed as dist
-
-from keepstep import errors
-from keepstep.checkpoint import catalog, layout, torch_reader
-from keepstep.checkpoint.torch_reader import PreparedLoad
+from keepstep.checkpoint import catalog, resume
 from keepstep.clock import SYSTEM, Clock
-from keepstep.errors import (
-    CheckpointCorrupt,
-    CheckpointError,
-    CheckpointMismatch,
-    KeepstepError,
-    SaveFailed,
-    UsageError,
-)
+from keepstep.errors import CheckpointCorrupt, CheckpointError, SaveFailed, UsageError
+from keepstep.policy.skipping import skip_line
 from keepstep.ports import ShardWriter
-from keepstep.rank import exchange, room
+from keepstep.rank import room
 from keepstep.rank.admission import Account, Admission
 from keepstep.rank.history import FolderHistory, History
+from keepstep.rank.loading import Loader, none_left, of_rank_0, place
 from keepstep.rank.place import (
     Copy,
     Overlapping,
@@ -56,31 +46,10 @@ SAVE_LIMIT_S = 900.0
 """When ``finalize`` gives up; above the writer's own limits, so that it can say what is wrong."""
 EXIT_LIMIT_S = 30.0
 """How long a save in flight may take when the script is ending with an exception."""
-T = TypeVar("T")
 
 
 def _unobserved(step: int, size: list[int]) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-class _Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others: a value as JSON, or an error by name with its four parts."""
-
-    value: msgspec.Raw = msgspec.Raw(b"null")
-    error: str = ""
-    parts: tuple[str, str, str, str] = ("", "", "", "")
-
-
-class _Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a rank can load a checkpoint; ``damaged``: an older one may do."""
-
-    ok: bool
-    damaged: bool
-    text: str
-
-
-class _Damaged(Exception):
-    """A checkpoint cannot be loaded, an older one may do."""
 
 
 @dataclass
@@ -115,8 +84,11 @@ class Checkpointer:
         when_busy: A save while all slots are in use is skipped, or waits.
         retries: How often a shard that storage refused is written again.
         slots: Staging copies of a rank; 2 let one be written while the next is filled.
+        resume_from: A checkpoint, a folder of checkpoints or a run folder of another run, or a DCP
+            folder: ``restore`` takes it while the folder has no checkpoint of its own.
         clock: Where time comes from.
-        history: What was saved before; None: whatever is in the folder.
+        history: What was saved before; None: whatever is in the folder, else in
+            ``resume_from``.
         writer: Makes the shard writer; None: keepstep's own.
         around_load: Entered around the loading of a step; the list gets the bytes read. Left with
             an exception where nothing was loaded.
@@ -139,6 +111,7 @@ class Checkpointer:
         when_busy: Literal["skip", "wait"] = "skip",
         retries: int = 2,
         slots: int = 2,
+        resume_from: str | os.PathLike[str] | None = None,
         clock: Clock = SYSTEM,
         history: History | None = None,
         writer: WriterFactory | None = None,
@@ -169,7 +142,7 @@ class Checkpointer:
         self._when_busy = when_busy
         self._run_id = run_id
         self._clock = clock
-        self._history = history or FolderHistory(self._root, run_id, clock)
+        self._history = history or FolderHistory(self._root, run_id, clock, resume_from=resume_from)
         self._make_writer = writer or native_writer
         self._around_load = around_load
         self._first_round = first_round
@@ -237,7 +210,7 @@ class Checkpointer:
             raise error
         if admission.reason:
             if self._session_now().rank == 0:
-                _say(skipped(step, admission.reason))
+                _say(skip_line(step, admission.reason))
             return Save(step, None, admission.reason)
         return self.begin(state, step)
 
@@ -323,14 +296,14 @@ class Checkpointer:
         return failed
 
     def _session_now(self) -> _Session:
-        rank, world = _place()
+        rank, world = place()
         session = self._session
         if session is not None and (session.rank, session.world) == (rank, world):
             return session
         if session is not None:
             session.writer.close()
             self._session = None
-        term = self._of_rank_0(rank, self._history.claim, int)
+        term = of_rank_0(rank, self._history.claim, int)
         writer = self._make_writer(dataclasses.replace(self._place, rank=rank, world=world))
         slots = int(getattr(writer, "slots", self._place.slots))
         atexit.register(self._at_exit)
@@ -339,54 +312,60 @@ class Checkpointer:
 
     # --- restoring ----------------------------------------------------------------------------
 
-    def restore(self, state: Mapping[str, object]) -> int:
+    def restore(self, state: Mapping[str, object], *, strict: bool = True) -> int:
         """Fill ``state`` in place from the newest committed checkpoint that verifies.
 
         A damaged checkpoint is reported with a warning, and the next older one is taken, on all
-        ranks together.
+        ranks together. Plain values are handed over when every rank has read its tensors.
 
         Args:
             state: The objects, under the names under which they were saved.
+            strict: Whether objects, and tensors of modules, that only ``state`` or only the
+                checkpoint has are an error; else they keep what they have, or are not read, and a
+                warning names them. Shapes and types must match in any case.
 
         Returns:
             The step of the checkpoint; 0 if there is none.
 
         Raises:
             CheckpointMismatch: it is of another run or another model; nothing was changed.
-            CheckpointCorrupt: there are checkpoints, but all of them are damaged.
+            CheckpointCorrupt: there are checkpoints, but all of them are damaged. Where the error
+                says so, tensors are filled in part.
             SaveFailed: a save begun before failed.
         """
         self._check_open()
         self.finalize()
-        rank, world = _place()
+        rank, world = place()
+        loader = Loader(state, self._root, rank, world, self._run_id, strict)
         refused: list[str] = []
         while True:
-            folder = self._of_rank_0(rank, lambda: self._history.choose(refused), str)
+            try:
+                folder, step = of_rank_0(rank, lambda: self._choose(refused), tuple[str, int])
+            except CheckpointError as error:
+                raise (none_left(error) if loader.touched else error) from None
             if not folder:
                 self._go_on(rank, 0)
                 return 0
-            name = layout.parse_folder(folder)
-            step = 0 if name is None else name.step
             try:
-                self._load(state, folder, step, rank, world)
-            except _Damaged as damage:
+                self._load(loader, folder, step)
+            except CheckpointCorrupt as damage:
                 refused.append(folder)
                 if rank == 0:
                     self._history.damaged(folder, str(damage))
             else:
+                if rank == 0 and Path(folder).is_absolute():
+                    _say(f"resuming after step {step} from {folder}")
                 return step
 
-    def _load(
-        self, state: Mapping[str, object], folder: str, step: int, rank: int, world: int
-    ) -> None:
+    def _choose(self, refused: Collection[str]) -> tuple[str, int]:
+        folder = self._history.choose(refused)
+        return folder, resume.step_of(self._root, folder) if folder else 0
+
+    def _load(self, loader: Loader, folder: str, step: int) -> None:
         size: list[int] = []
         with self._around_load(step, size):
-            prepared, error = self._try(state, folder, rank, world)
-            damage = _settle(rank, error)
-            if damage is not None or prepared is None:
-                raise _Damaged(damage or "")
-            self._go_on(rank, step)
-            size.append(prepared.apply().bytes)
+            report = loader.load(folder, lambda: self._go_on(loader.rank, step))
+            size.append(report.bytes)
 
     def _go_on(self, rank: int, step: int) -> None:
         """Training goes on after ``step``: what is saved from now on is of a new round."""
@@ -397,20 +376,9 @@ class Checkpointer:
             self._history.went_on(number, step)
             return number
 
-        self._of_rank_0(rank, record, int)
+        of_rank_0(rank, record, int)
         if session is not None:
             session.round, session.last_step = number, step
-
-    def _try(
-        self, state: Mapping[str, object], folder: str, rank: int, world: int
-    ) -> tuple[PreparedLoad | None, Exception | None]:
-        try:
-            prepared = torch_reader.prepare(
-                state, self._root, folder, rank=rank, world=world, run=self._run_id
-            )
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's verdict
-            return None, error
-        return prepared, None
 
     def latest(self) -> int:
         """Step of the newest committed checkpoint of this run; 0 if there is none."""
@@ -418,23 +386,6 @@ class Checkpointer:
         return 0 if info is None else info.step
 
     # --- the rest -----------------------------------------------------------------------------
-
-    def _of_rank_0(self, rank: int, decide: Callable[[], T], kind: type[T]) -> T:
-        """What ``decide`` returns (of type ``kind``) or raises on rank 0, on every rank."""
-        if not _distributed():
-            return decide()
-        said = None
-        if rank == 0:
-            try:
-                said = _Said(value=msgspec.Raw(msgspec.json.encode(decide())))
-            except KeepstepError as error:
-                parts = (error.what, error.where, error.done, error.advice)
-                said = _Said(error=type(error).__name__, parts=parts)
-        heard = exchange.broadcast(None if said is None else msgspec.json.encode(said))
-        answer = msgspec.json.decode(heard, type=_Said)
-        if answer.error:
-            raise _error(answer)
-        return msgspec.json.decode(answer.value, type=kind)
 
     def close(self, *, abort: bool = False) -> None:
         """Finish the saves begun and end the writer; later calls do nothing.
@@ -498,54 +449,5 @@ class Checkpointer:
             raise UsageError("the checkpointer is closed", advice="make a new one")
 
 
-def skipped(step: int, reason: str) -> str:
-    """One line for people about a save that was not begun."""
-    return (
-        f"checkpoint of step {step} was skipped: {reason}; storage is slower than the schedule, "
-        "save less often"
-    )
-
-
 def _say(text: str) -> None:
     sys.stderr.write(f"keepstep: {text}\n")
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _place() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
-
-
-def _settle(rank: int, error: Exception | None) -> str | None:
-    """Tell the other ranks how it went: None if every rank can load, else what is damaged.
-
-    Raises:
-        Exception: this rank's error, if it is not damage.
-        CheckpointError: another rank's, if it is not damage.
-    """
-    damaged = isinstance(error, CheckpointCorrupt | OSError)
-    mine = _Verdict(ok=error is None, damaged=damaged, text="" if error is None else str(error))
-    verdicts = [mine]
-    if _distributed():
-        heard = exchange.gather(msgspec.json.encode(mine))
-        verdicts = [msgspec.json.decode(one, type=_Verdict) for one in heard]
-    if error is not None and not damaged:
-        raise error
-    for other, verdict in enumerate(verdicts):
-        if not verdict.ok and not verdict.damaged:
-            raise CheckpointMismatch(
-                f"rank {other} cannot restore: {verdict.text.rstrip('.')}",
-                where=f"rank {rank}",
-                done="nothing was restored",
-            )
-    return next((verdict.text for verdict in verdicts if verdict.damaged), None)
-
-
-def _error(answer: _Said) -> KeepstepError:
-    kind = getattr(errors, answer.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, KeepstepError)):
-        kind = CheckpointError
-    what, where, done, advice = answer.parts
-    return kind(what, where=where, done=done, advice=advice)

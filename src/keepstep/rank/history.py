@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from keepstep.checkpoint import catalog, layout
+from keepstep.checkpoint import catalog, layout, resume
 from keepstep.checkpoint.lineage import Lineage
 from keepstep.checkpoint.writer import owner
 from keepstep.clock import SYSTEM, Clock
@@ -79,6 +79,7 @@ class FolderHistory:
         run_id: Checkpoints of other runs are refused; None takes any.
         clock: Where time comes from.
         warn: Told once of each damaged checkpoint that is passed over: folder, reason.
+        resume_from: What is taken while there is no checkpoint of its own; see ``resume.find``.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class FolderHistory:
         run_id: str | None,
         clock: Clock = SYSTEM,
         warn: Callable[[str, str], None] = warn,
+        resume_from: str | os.PathLike[str] | None = None,
     ) -> None:
         self._root = root
         self._run_id = run_id
         self._clock = clock
         self._warn = warn
+        self._elsewhere = resume.finder(resume_from, self._passed_over)
         self._told: set[str] = set()
 
     def claim(self) -> int:
@@ -119,9 +122,12 @@ class FolderHistory:
     def choose(self, refused: Collection[str]) -> str:
         """Folder of the newest checkpoint that was not refused; tells of damaged ones before it.
 
+        It is an absolute path if it is one of ``resume_from``.
+
         Raises:
             CheckpointMismatch: all checkpoints are of other runs.
             CheckpointCorrupt: all checkpoints are damaged.
+            CheckpointNotFound: there is none to start from in ``resume_from``.
         """
         found = catalog.committed(self._root)
         ours = [info for info in found if self._run_id in (None, info.version.run)]
@@ -139,14 +145,18 @@ class FolderHistory:
                 done="nothing was restored",
                 advice="give the run its own folder, or use the id of the run that saved them",
             )
-        if refused or damaged:
+        own = [folder for folder in refused if not Path(folder).is_absolute()]
+        if own or damaged:
             raise CheckpointCorrupt(
-                f"all {len(refused) + len(damaged)} checkpoints are damaged",
+                f"all {len(own) + len(damaged)} checkpoints are damaged",
                 where=str(self._root),
                 done="nothing was restored and nothing was deleted",
                 advice="see 'keepstep checkpoint verify'; to start anew give another folder",
             )
-        return ""
+        return "" if self._elsewhere is None else self._elsewhere(refused)[1]
+
+    def _passed_over(self, folder: str, step: int, why: str) -> None:
+        self.damaged(folder, why)
 
     def _damaged(self, good: set[str], from_step: int) -> dict[str, str]:
         """Folders with a manifest, of ``from_step`` or newer, that the catalog does not offer."""
@@ -179,6 +189,7 @@ class RunHistory:
     Args:
         run_dir: Run folder. run: Its id. root: Folder of the checkpoints.
         on_damaged: Told once of each damaged checkpoint that is passed over: folder, step, error.
+        resume_from: What is taken while there is no checkpoint of its own; empty: nothing.
     """
 
     def __init__(
@@ -187,11 +198,13 @@ class RunHistory:
         run: str,
         root: Path,
         on_damaged: Callable[[str, int, str], None] = lambda folder, step, error: None,
+        resume_from: str = "",
     ) -> None:
         self._run_dir = run_dir
         self._run = run
         self._root = root
         self._on_damaged = on_damaged
+        self._elsewhere = resume.finder(resume_from, self._tell)
         self._told: set[str] = set()
         self._lineage: Lineage | None = None
         self._given = False
@@ -221,7 +234,7 @@ class RunHistory:
 
     def damaged(self, folder: str, why: str) -> None:
         """Tell of ``folder``, once."""
-        name = layout.parse_folder(folder)
+        name = layout.parse_folder(Path(folder).name)
         self._tell(folder, name.step if name else 0, why)
 
     def went_on(self, round: int, step: int) -> None:
@@ -244,7 +257,9 @@ class RunHistory:
     def _claimed(self) -> Lineage:
         if self._lineage is None:
             with _written(self._run_dir):
-                self._lineage = Lineage(self._run_dir, self._run, self._root, self._tell)
+                self._lineage = Lineage(
+                    self._run_dir, self._run, self._root, self._tell, self._elsewhere
+                )
         return self._lineage
 
     def _tell(self, folder: str, step: int, error: str) -> None:
