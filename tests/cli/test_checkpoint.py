@@ -8,12 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from keepstep.checkpoint import layout, manifest
+from keepstep.checkpoint import catalog, layout, manifest
+from keepstep.checkpoint.blocks import BLOCK_BYTES
 from keepstep.checkpoint.commit import commit
 from keepstep.checkpoint.shard_file import ShardPlan, TensorSpec
 from keepstep.cli.checkpoint import app
 from tests.checkpoint import foreign_files
-from tests.checkpoint.shards import flip, make_version, save, write
+from tests.checkpoint.shards import flip, image, make_version, save, write
 
 
 def _run(*arguments: str | Path) -> Result:
@@ -30,26 +31,55 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ls_shows_the_newest_first_and_what_is_unfinished(run: Path) -> None:
+def test_ls_shows_everything_newest_first_with_its_state(run: Path) -> None:
     result = _run("ls", run)
     assert result.exit_code == 0, result.output
-    head, first, second, rest = result.stdout.splitlines()
-    assert head.split()[:4] == ["step", "folder", "ranks", "term/round"]
-    assert first.split()[:6] == ["10", "step-00000010", "2", "1/10", "8.1", "KiB"]
-    assert second.startswith("5 ")
-    assert "2023-11-14 22:13:20 UTC" in second
-    assert rest == "not committed: step-00000015"
+    head, *lines = [line.split() for line in result.stdout.splitlines()]
+    assert head == ["step", "state", "committed", "size", "world", "run", "term/round", "folder"]
+    when = ["2023-11-14", "22:13:20", "UTC"]
+    assert lines[0][:3] == ["15", "unfinished", "-"]
+    assert lines[0][-4:] == ["2", "demo", "1/1", "step-00000015"]
+    size = ["8.1", "KiB"]
+    assert lines[1] == ["10", "good", *when, *size, "2", "demo", "1/10", "step-00000010"]
+    assert lines[2] == ["5", "good", *when, *size, "2", "demo", "1/5", "step-00000005"]
+    assert len(lines) == 3
 
 
 def test_ls_takes_the_folder_of_checkpoints_too_and_prints_the_same(run: Path) -> None:
     assert _run("ls", run / "checkpoints").stdout == _run("ls", run).stdout
 
 
-def test_ls_says_which_checkpoint_is_damaged(run: Path) -> None:
+def test_ls_says_which_checkpoint_is_damaged_and_why(run: Path) -> None:
     (run / "checkpoints/step-00000010" / layout.shard_name(0)).unlink()
     result = _run("ls", run)
     assert result.exit_code == 0
-    assert "damaged, never used for a restore: step-00000010" in result.stdout
+    assert "10    damaged     -" in result.stdout
+    assert (
+        "step-00000010 is damaged and never used for a restore: rank-00000.safetensors is missing"
+        in result.stdout
+    )
+
+
+def test_ls_as_json_has_the_same_and_the_reasons(run: Path) -> None:
+    root = run / "checkpoints"
+    (root / "step-00000010" / layout.shard_name(0)).unlink()
+    _run("pin", run, "5", "--reason", "before\nthe merge")
+    result = _run("ls", run, "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["v"], found["root"]) == (1, str(root))
+    unfinished, damaged, good = found["checkpoints"]
+    assert [one["state"] for one in (unfinished, damaged, good)] == [
+        "unfinished",
+        "damaged",
+        "good",
+    ]
+    assert damaged["problem"] == "rank-00000.safetensors is missing"
+    assert (damaged["pinned"], damaged["created"], damaged["run"]) == (False, None, "demo")
+    assert (good["step"], good["pinned"], good["reason"]) == (5, True, "before the merge")
+    assert (good["world"], good["term"], good["round"]) == (2, 1, 5)
+    assert (good["created"], good["folder"]) == (1_700_000_000.0, "step-00000005")
+    assert good["bytes"] > 8192
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "inspect"])
@@ -88,8 +118,10 @@ def test_verify_exits_with_1_and_names_the_damaged_file(run: Path) -> None:
     flip(run / "checkpoints/step-00000005" / layout.shard_name(1), 4100)
     result = _run("verify", run)
     assert result.exit_code == 1
+    size = (run / "checkpoints/step-00000005" / layout.shard_name(1)).stat().st_size
     assert (
-        "step-00000005: BAD\n  rank-00001.safetensors: checksum: its checksum is" in result.stdout
+        "step-00000005: BAD\n  rank-00001.safetensors: checksum: 1 of its 1 blocks differ from "
+        f"what was committed: bytes 0 to {size - 1}\n" in result.stdout
     )
     assert "step-00000010: good" in result.stdout
     assert _run("verify", run, "--step", "10").exit_code == 0
@@ -138,17 +170,17 @@ def test_inspect_of_a_damaged_checkpoint_tells_what_is_wrong(run: Path) -> None:
 
 def test_files_of_other_libraries_are_shown_as_such(run: Path) -> None:
     root = run / "checkpoints"
-    assert "layout" not in _run("ls", run).stdout
+    assert "files" not in _run("ls", run).stdout
     foreign_files.save(root, [{"w": torch.ones(3)}] * 2, make_version(20))
     foreign_files.save(root, [{"w": torch.ones(3)}] * 2, make_version(30, run="demo"), "dcp")
-    lines = [line.split() for line in _run("ls", run).stdout.splitlines()[:5]]
-    assert lines[0][-2:] == ["layout", "run"]
-    assert [line[-2:] for line in lines[1:]] == [
-        ["dcp", "demo"],
-        ["torch", "demo"],
-        ["safetensors", "demo"],
-        ["safetensors", "demo"],
-    ]
+    lines = [line.split() for line in _run("ls", run).stdout.splitlines()]
+    assert lines[0][-1] == "files"
+    assert {line[0]: line[-1] for line in lines[1:] if line[1] == "good"} == {
+        "30": "dcp",
+        "20": "torch",
+        "10": "safetensors",
+        "5": "safetensors",
+    }
     flip(root / "step-00000030/.metadata", 3)
     result = _run("verify", run)
     assert result.exit_code == 1
@@ -164,12 +196,15 @@ def test_files_of_other_libraries_are_shown_as_such(run: Path) -> None:
 
 def test_a_checkpoint_of_a_newer_keepstep_is_told_clearly(tmp_path: Path) -> None:
     found, folder = save(tmp_path, make_version())
-    newer = msgspec.structs.replace(found, format=3)
+    newer = msgspec.structs.replace(found, format=manifest.FORMAT + 1)
     (tmp_path / folder / layout.MANIFEST).write_bytes(manifest.encode(newer))
     for command in ("ls", "inspect"):
         result = _run(command, tmp_path)
         assert result.exit_code == 65
-        assert "format 3, and this keepstep reads formats up to 2" in result.stderr
+        number = manifest.FORMAT
+        assert f"format {number + 1}, and this keepstep reads formats up to {number}" in (
+            result.stderr
+        )
 
 
 def test_long_names_are_not_cut_when_the_output_is_no_terminal(tmp_path: Path) -> None:
@@ -180,3 +215,111 @@ def test_long_names_are_not_cut_when_the_output_is_no_terminal(tmp_path: Path) -
     _, folder = write(tmp_path, version, 0, plan.header + b"\0")
     commit(tmp_path, folder, version)
     assert name in _run("inspect", tmp_path).stdout
+
+
+def _steps(run: Path) -> list[int]:
+    return [info.step for info in catalog.committed(run / "checkpoints")]
+
+
+def test_verify_lists_the_damaged_byte_ranges(tmp_path: Path) -> None:
+    version = make_version(world=1)
+    data = image(version, 0, pad=5 * BLOCK_BYTES)
+    _, folder = write(tmp_path, version, 0, data)
+    commit(tmp_path, folder, version)
+    file = tmp_path / folder / layout.shard_name(0)
+    for block in (0, 1, 3):
+        flip(file, block * BLOCK_BYTES + 5)
+    result = _run("verify", tmp_path)
+    assert result.exit_code == 1
+    first = f"bytes 0 to {2 * BLOCK_BYTES - 1}"
+    second = f"bytes {3 * BLOCK_BYTES} to {4 * BLOCK_BYTES - 1}"
+    assert f"\n    {first}\n    {second}\n" in result.stdout
+    found = json.loads(_run("verify", tmp_path, "--json").stdout)
+    (verdict,) = found["checkpoints"]
+    assert not verdict["good"]
+    assert verdict["problems"][0]["ranges"] == [
+        [0, 2 * BLOCK_BYTES],
+        [3 * BLOCK_BYTES, 4 * BLOCK_BYTES],
+    ]
+
+
+def test_a_pinned_checkpoint_stays_pinned_until_it_is_unpinned(run: Path) -> None:
+    result = _run("pin", run, "5", "10", "--reason", "for the paper")
+    assert result.exit_code == 0
+    assert result.stdout == "step-00000005: pinned\nstep-00000010: pinned\n"
+    assert _run("pin", run, "5").stdout == "step-00000005: was pinned already\n"
+    shown = _run("ls", run).stdout
+    assert "good, pinned" in shown
+    assert "step-00000005 is pinned: for the paper" in shown
+    assert _run("unpin", run, "step-00000005").stdout == "step-00000005: no longer pinned\n"
+    assert _run("unpin", run, "5").stdout == "step-00000005: was not pinned\n"
+    assert _run("verify", run).exit_code == 0
+
+
+def test_rm_removes_what_is_named_and_says_how_much(run: Path) -> None:
+    result = _run("rm", run, "5", "--yes")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("removed 1 checkpoint (10.")
+    assert result.stdout.endswith("KiB): step-00000005\n")
+    assert _steps(run) == [10]
+    assert not (run / "checkpoints/step-00000005").exists()
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        (["5", "10"], "step-00000010 is the last good checkpoint"),
+        (["5"], "step-00000005 is pinned"),
+        (["15"], "step-00000015 was never committed: a save may be in flight"),
+    ],
+)
+def test_rm_refuses_what_may_be_needed_unless_forced(run: Path, steps: list[str], why: str) -> None:
+    if len(steps) == 1:
+        _run("pin", run, "5")
+    result = _run("rm", run, *steps, "--yes")
+    assert result.exit_code == 64
+    assert why in result.stderr
+    assert "Nothing was removed" in result.stderr
+    assert _steps(run) == [10, 5]
+    assert _run("rm", run, *steps, "--yes", "--force").exit_code == 0
+    gone = {int(step) for step in steps}
+    assert set(_steps(run)) == {5, 10} - gone
+    assert {layout.parse_folder(name) for name in gone_folders(run, gone)} == set()
+
+
+def gone_folders(run: Path, steps: set[int]) -> list[str]:
+    """Folders of these steps that are still there."""
+    names = layout.list_folders(run / "checkpoints")
+    return [name for name in names if int(name[5:13]) in steps]
+
+
+def test_a_damaged_newer_one_does_not_make_the_last_good_one_removable(run: Path) -> None:
+    (run / "checkpoints/step-00000010" / layout.shard_name(0)).unlink()
+    result = _run("rm", run, "5", "-y")
+    assert result.exit_code == 64
+    assert "step-00000005 is the last good checkpoint" in result.stderr
+    assert _run("rm", run, "10", "-y").exit_code == 0
+
+
+def test_rm_removes_nothing_without_an_answer(run: Path) -> None:
+    result = _run("rm", run, "5")
+    assert result.exit_code == 64
+    assert "its input is no terminal. Nothing was changed. Give --yes." in result.stderr
+    assert _steps(run) == [10, 5]
+
+
+def test_a_step_with_two_folders_must_be_named_by_the_folder(run: Path) -> None:
+    save(run / "checkpoints", make_version(10, round=11))
+    result = _run("rm", run, "10", "-y")
+    assert result.exit_code == 64
+    assert "step 10 has 2 folders: step-00000010, step-00000010.t1r11" in result.stderr
+    assert _run("rm", run, "step-00000010", "-y").exit_code == 0
+    assert "step-00000010.t1r11" in _run("ls", run).stdout
+
+
+@pytest.mark.parametrize("command", ["rm", "pin", "unpin"])
+def test_a_step_that_is_not_there_is_told(run: Path, command: str) -> None:
+    result = _run(command, run, "5", "77")
+    assert result.exit_code == 65
+    assert "there is no checkpoint of step 77" in result.stderr
+    assert _steps(run) == [10, 5]

@@ -451,6 +451,13 @@ def _tensor_problem(info: TensorInfo, world: int) -> str:
     return ""
 
 
+def tiling_problem(shape: Shape, parts: Sequence[tuple[Shape, Shape]]) -> str:
+    """Why ``parts`` (offsets and shape of each) do not make up a tensor of ``shape``; empty if they
+    do."""
+    chunks = tuple(Chunk(rank=0, offsets=offsets, shape=size) for offsets, size in parts)
+    return _tensor_problem(TensorInfo(dtype="U8", global_shape=shape, chunks=chunks), 1)
+
+
 def _overlap(chunks: list[Chunk], dimensions: int) -> tuple[Chunk, Chunk] | None:
     """Two chunks that share an element, or None.
 

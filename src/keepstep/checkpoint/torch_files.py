@@ -48,6 +48,7 @@ _IN_EXTRA16, _IN_EXTRA32 = 0xFFFF, 0xFFFFFFFF
 _SIZES_FOLLOW, _UTF8 = 1 << 3, 1 << 11
 _STORAGE = re.compile(rb"data/(0|[1-9][0-9]{0,9})")
 _BYTE_ORDER = b"byteorder"
+_OBJECTS = b"data.pkl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,24 @@ class _Odd(Exception):
     """Something in an archive is not as torch writes it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Where things lie in one archive, each by its first byte and the byte after its last one.
+
+    ``storages`` are in the order of their numbers; ``objects`` is the pickle that says what they
+    are.
+    """
+
+    storages: list[tuple[int, int]]
+    objects: tuple[int, int]
+
+
+def archive(path: Path, start: int, stop: int) -> Archive:
+    """What lies where in the archive at ``start`` to ``stop``. Raises as ``records``."""
+    with path.open("rb", buffering=0) as file:
+        return _archive(file.fileno(), path, start, stop)
+
+
 def records(path: Path, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
     """Where the storages of one ``torch.save`` archive lie, in the order of their numbers.
 
@@ -96,18 +115,21 @@ def records(path: Path, start: int = 0, stop: int | None = None) -> list[tuple[i
         OSError: the file cannot be read.
     """
     with path.open("rb", buffering=0) as file:
-        fd = file.fileno()
-        size = os.fstat(fd).st_size
-        stop = size if stop is None else stop
-        try:
-            if not 0 <= start <= stop <= size:
-                raise _Odd(f"bytes {start} to {stop} are not inside it, it has {size}")
-            directory = _directory(fd, start, stop)
-            if directory.start != start:
-                raise _Odd(f"the archive that ends at {stop} starts at {directory.start}")
-            return _storages(fd, directory)
-        except _Odd as odd:
-            raise _corrupt(str(odd), path) from odd
+        return _archive(file.fileno(), path, start, stop).storages
+
+
+def _archive(fd: int, path: Path, start: int, stop: int | None) -> Archive:
+    size = os.fstat(fd).st_size
+    stop = size if stop is None else stop
+    try:
+        if not 0 <= start <= stop <= size:
+            raise _Odd(f"bytes {start} to {stop} are not inside it, it has {size}")
+        directory = _directory(fd, start, stop)
+        if directory.start != start:
+            raise _Odd(f"the archive that ends at {stop} starts at {directory.start}")
+        return _contents(fd, directory)
+    except _Odd as odd:
+        raise _corrupt(str(odd), path) from odd
 
 
 def archives(path: Path) -> list[tuple[int, int]]:
@@ -185,14 +207,15 @@ def _directory(fd: int, lowest: int, stop: int) -> _Directory:
     return _Directory(start=start, stop=stop, at=end - size, end=end, count=count)
 
 
-def _storages(fd: int, directory: _Directory) -> list[tuple[int, int]]:
-    """Spans of the storages of an archive."""
+def _contents(fd: int, directory: _Directory) -> Archive:
+    """Spans of the storages of an archive, and of its objects."""
     entries = sorted(_entries(fd, directory), key=lambda entry: entry.header)
     if not entries or entries[0].header != directory.start:
         raise _Odd("nothing lies at the start of the archive")
     archive, slash, _ = entries[0].name.partition(b"/")
     seen: set[bytes] = set()
     numbered: dict[int, tuple[int, int]] = {}
+    objects = (directory.at, directory.at)
     free = directory.start
     for entry in entries:
         if entry.name in seen or not slash or not entry.name.startswith(archive + b"/"):
@@ -205,13 +228,15 @@ def _storages(fd: int, directory: _Directory) -> list[tuple[int, int]]:
         match = _STORAGE.fullmatch(inner)
         if match:
             numbered[int(match[1])] = span
+        elif inner == _OBJECTS:
+            objects = span
         elif inner == _BYTE_ORDER and _read(fd, span[0], min(entry.size, 8)) != b"little":
             raise _Odd("its bytes are not in little-endian order")
     if free != directory.at:
         raise _Odd(f"its entries end at {free}, its directory begins at {directory.at}")
     if numbered.keys() != set(range(len(numbered))):
         raise _Odd(f"of {len(numbered)} storages some have no number or an odd one")
-    return [numbered[number] for number in range(len(numbered))]
+    return Archive([numbered[number] for number in range(len(numbered))], objects)
 
 
 def _entries(fd: int, directory: _Directory) -> Iterator[_Entry]:
