@@ -282,6 +282,14 @@ class CheckpointSkip(EventData):
     reason: str
 
 
+@_kind("checkpoint.retry")
+class CheckpointRetry(EventData):
+    """Storage refused a rank's shard for the ``attempt``-th time; it is tried again."""
+
+    error: str
+    attempt: int
+
+
 @_kind("checkpoint.memory")
 class CheckpointMemory(EventData):
     """A rank was granted ``slots`` staging slots of ``slot_bytes`` each; ``available_bytes`` were
@@ -314,6 +322,36 @@ class RestoreEnd(EventData):
     tier: str
     s: float
     bytes: int
+
+
+@_kind("storage.rated")
+class StorageRated(EventData):
+    """How long a save of ``bytes`` takes at the rated speed of the file system, in 10^6 bytes a
+    second; written at the first save (in the head)."""
+
+    file_system: str
+    mb_s: float
+    bytes: int
+    save_s: float
+
+
+@_kind("storage.stalled")
+class StorageStalled(EventData):
+    """Storage took nothing of ``process`` (writer, commit, coordinator) for ``idle_s`` seconds;
+    ``state`` is the process's in /proc (D: blocked in the kernel)."""
+
+    process: str
+    pid: int
+    state: str
+    idle_s: float
+
+
+@_kind("storage.moves")
+class StorageMoves(EventData):
+    """Storage goes on: it took nothing of ``process`` for ``idle_s`` seconds."""
+
+    process: str
+    idle_s: float
 
 
 # --- faults, health, stopping --------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_a_writer_that_storage_does_not_let_end_is_left_behind(tmp_path: Path) -
     writer.send_signal(signal.SIGSTOP)
     try:
         files.put(b"1\n")
-        files.close(limit_s=0.1)
+        assert not files.close(limit_s=0.1)
         assert writer.poll() is None
     finally:
         writer.send_signal(signal.SIGCONT)

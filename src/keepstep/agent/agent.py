@@ -20,9 +20,12 @@ from keepstep.agent.launch_spec import Launch
 from keepstep.agent.processes import RankProcess
 from keepstep.agent.roster import Roster
 from keepstep.agent.staging import Slots
+from keepstep.agent.storage_watch import UNKNOWN, StorageWatch
 from keepstep.agent.tail import Tails
+from keepstep.checkpoint.storage import Rated
 from keepstep.clock import SYSTEM
 from keepstep.errors import ExitCode, NotEnoughMemory
+from keepstep.policy.skipping import retry_line
 from keepstep.ports import Finding, HealthCheck
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.loop import Loop
@@ -42,6 +45,7 @@ from keepstep.wire.messages import (
     Kill,
     Message,
     Notice,
+    Pong,
     RankEvent,
     Replace,
     Returned,
@@ -68,6 +72,8 @@ from keepstep.wire.messages import (
 
 _TICK_S = 0.05
 _LEAVE_S = 30.0
+_CLOSE_S = 20.0
+"""How long helpers may take to end, and ranks that were killed."""
 _WRITERS_IN_VAIN = 3
 """Writers in a row that may end without having written a shard."""
 
@@ -78,6 +84,7 @@ class Agent:
     Args:
         spec: What is launched. console: where people look. checks: of the node's health.
         lost: Says, once another job has taken the folder of checkpoints, who it is.
+        rated: What the file system of the checkpoints is rated for.
     """
 
     def __init__(
@@ -86,9 +93,9 @@ class Agent:
         console: Console,
         checks: list[HealthCheck],
         lost: Callable[[], str] = str,
+        rated: Rated = UNKNOWN,
     ) -> None:
         self._spec = spec
-        self._lost_folder, self._told_lost = lost, False
         self._console = console
         self._files = EventFiles(
             spec.run_dir / "events", f"agent-0-{int(SYSTEM.wall())}-{os.getpid()}.jsonl"
@@ -99,6 +106,15 @@ class Agent:
         self._children = Children(spec)
         self._loop = Loop()
         self._slots = Slots(spec.config.checkpoint.dir, spec.config.checkpoint.retries)
+        self._storage = StorageWatch(
+            spec.config,
+            spec.nproc,
+            rated,
+            emit=self.recorder.emit,
+            say=console.say,
+            tell=self._tell,
+            lost=lost,
+        )
         self._tails = Tails(console.show)
         self._health = HealthWatch(checks, self._loop.wake)
         self._watch = HangWatch[RankProcess](bounds_of(spec.config), spec.run_dir, _TICK_S)
@@ -134,12 +150,17 @@ class Agent:
         self._loop.add(children.writer, self._from_writer, self._lost_writer)
         self._roster.begin()
         try:
-            while self._end is None or self._roster.living:
+            while self._end is None or (self._roster.living and not self._stuck):
                 self._loop.turn(_TICK_S)
                 self._tick(SYSTEM.mono())
         finally:
             self._close()
         return self._end
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether ranks were killed and are still there: storage blocks them."""
+        return SYSTEM.mono() >= self._end_at + _CLOSE_S
 
     def _serve(self, name: str, channel: Channel[Any], handler: Any) -> None:
         self._loop.add(channel, handler, lambda: self._lost(name))
@@ -186,14 +207,15 @@ class Agent:
             self._roster.forget_channel(process)
         for channel in (self._children.coordinator, self._children.zygote, self._children.writer):
             self._loop.remove(channel)
-        self._children.close(limit_s=20.0)
+        for one in self._children.close(limit_s=_CLOSE_S):
+            self._console.say(f"{one}, is left behind: it ends when storage lets it")
         self._health.close(limit_s=5.0)
         self._slots.close()
         self._loop.close()
 
-    def close_files(self) -> None:
-        """Write the last events."""
-        self._files.close()
+    def close_files(self) -> bool:
+        """Write the last events; False if storage does not take them."""
+        return self._files.close()
 
     def _finish(self, end: JobEnd) -> None:
         if self._end is None:
@@ -236,10 +258,14 @@ class Agent:
             self._look_for_hangs(ranks, now)
         for finding in self._health.take():
             self.found(finding)
-        taken = "" if self._told_lost else self._lost_folder()
-        if taken:
-            self._told_lost = True
-            self._console.say(f"{taken}: nothing that this run saves is committed any more")
+        end = self._storage.look(
+            self._slots,
+            self._children.writer_process.pid,
+            self._children.coordinator_process.pid,
+            now,
+        )
+        if end is not None:
+            self._finish(end)
         if self._roster.hopeless:
             logs = self._spec.log_dir / "parked-*.stderr.log"
             text = f"parked processes end before they are used; see {logs}"
@@ -308,9 +334,19 @@ class Agent:
                 self._roster.exited(pid, os.waitstatus_to_exitcode(status), t)
 
     def _from_writer(self, message: FROM_WRITER) -> None:
-        if isinstance(message, Committed | ShardRetry):
+        if isinstance(message, Committed):
             return  # only a writer without coordinator commits
         version = message.version
+        if isinstance(message, ShardRetry):
+            self.recorder.emit(
+                events.CheckpointRetry(error=message.error, attempt=message.attempt),
+                rank=message.rank,
+                step=version.step,
+                round=version.round,
+            )
+            line = retry_line(version.step, message.rank, message.attempt, message.error)
+            self._console.say(line)
+            return
         if isinstance(message, ShardFailed):
             done = ShardDone(
                 rank=message.rank, version=version, folder="", bytes=0, error=message.error
@@ -354,6 +390,7 @@ class Agent:
             case Staged(version=version):
                 if self._slots.write(process.rank, message, self._children.writer):
                     self._tell(SaveBegun(rank=process.rank, version=version))
+                    self._storage.staged(version.step, message.size, process.board.step_s)
             case Join() | Failed() | Returned() | StopAck() | SaveAsk():
                 process.adopted = process.adopted or isinstance(message, Join)
                 self._tell(RankEvent(rank=process.rank, body=message))
@@ -392,6 +429,8 @@ class Agent:
                     self._roster.kill(process)
             case Replace(rank=rank, inc=inc, round=round):
                 self._roster.replace(rank, inc, round)
+            case Pong(number=number):
+                self._storage.answered(number)
             case Notice():
                 self._say(message)
             case JobEnd():

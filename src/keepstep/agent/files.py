@@ -7,7 +7,6 @@ not let it end.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
@@ -59,11 +58,14 @@ class _Pipe:
             self._start()
             self.send(name, data)
 
-    def close(self, limit_s: float) -> None:
-        """End it once all is written; it is left behind where storage does not let it end."""
+    def close(self, limit_s: float) -> bool:
+        """End it once all is written; False: it is left behind, storage does not let it end."""
         self._sock.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 class EventFiles:
@@ -117,13 +119,14 @@ class EventFiles:
         with self._lock:
             self._finished.append(name)
 
-    def close(self, limit_s: float = CLOSE_S) -> None:
-        """Write everything that is left, for ``limit_s`` seconds at most."""
+    def close(self, limit_s: float = CLOSE_S) -> bool:
+        """Write everything that is left; False if it took more than ``limit_s`` seconds."""
         self._stop.set()
         self._thread.join(timeout=limit_s)
-        if not self._thread.is_alive():
-            self._drain()
-            self._pipe.close(limit_s)
+        if self._thread.is_alive():
+            return False
+        self._drain()
+        return self._pipe.close(limit_s)
 
     def _run(self) -> None:
         while not self._stop.wait(_INTERVAL_S):

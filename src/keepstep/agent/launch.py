@@ -20,6 +20,7 @@ from keepstep.agent.launch_spec import Launch
 from keepstep.agent.nvrx_requirements import installed
 from keepstep.agent.observe.observer import Observer
 from keepstep.agent.run_folder import RunFolder
+from keepstep.checkpoint import storage
 from keepstep.checkpoint.lease_keeper import LeaseKeeper
 from keepstep.errors import ExitCode
 from keepstep.faults import triggers
@@ -48,8 +49,8 @@ class Runner(Protocol):
     def found(self, finding: Finding) -> None:
         """Record a health finding."""
 
-    def close_files(self) -> None:
-        """Write the last events."""
+    def close_files(self) -> bool:
+        """Write the last events; False if storage does not take them."""
 
 
 def launch(spec: Launch) -> int:
@@ -92,10 +93,13 @@ def launch(spec: Launch) -> int:
             code = int(ExitCode.NEGATIVE)
             reason = f"{reason}, but ranks {agent.failed_later} ended with an error afterwards"
         agent.recorder.emit(events.RunEnd(exit_code=code, reason=reason))
-        agent.close_files()
+        written = agent.close_files()
         console.close()
         console.say(f"{reason} (exit code {code})")
-        console.tables(closing_table(build(spec.run_dir)))
+        if written:
+            console.tables(closing_table(build(spec.run_dir)))
+        else:
+            console.say("storage did not take the last events: there is no report of times")
         return code
     finally:
         lease.close()
@@ -119,7 +123,9 @@ def _runner(
 ) -> Runner:
     """Who runs the job here, by the engine's launcher; ``lost`` says if the folder is lost."""
     if spec.config.engine.parts.launcher == "native":
-        return Agent(spec, console, checks, lost)
+        settings = spec.config.checkpoint
+        found = storage.file_system(Path(settings.dir))
+        return Agent(spec, console, checks, lost, storage.rated(found, settings.rated_mb_s))
     limits = nvrx_limits(spec.config)
     command = ft_command(
         spec,

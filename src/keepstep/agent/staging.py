@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from keepstep import memory
@@ -72,6 +72,8 @@ class Slots:
         self._tickets: dict[int, tuple[int, WriteShard]] = {}
         """By ticket the slot, and what the writer was asked for."""
         self._next = 0
+        self.finished = 0
+        """Shards that were written, or given up."""
 
     def ask(self, owner: int, size: int, count: int, ranks: Collection[int]) -> Granted:
         """Grant ``count`` slots, or one, of ``size`` bytes; earlier ones of ``owner`` are let go.
@@ -155,6 +157,7 @@ class Slots:
 
     def written(self, result: ShardWritten | ShardFailed) -> Freed | None:
         """The writer is done with a slot."""
+        self.finished += 1
         asked = self._tickets.pop(result.ticket, None)
         if asked is None:
             return None
@@ -177,6 +180,11 @@ class Slots:
         if slot.writes == 0:
             os.close(slot.fd)
             del self._slots[number]
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Steps of the shards that the writer has not finished, oldest first."""
+        return [asked.version.step for _, asked in self._tickets.values()]
 
     @property
     def writing(self) -> int:

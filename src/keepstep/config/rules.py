@@ -85,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     _at_least("checkpoint.max_failures", 0, " (0: the first failed save stops the run)"),
     _at_least("checkpoint.slots", 1, ", or there is nowhere to copy the state to"),
     _above_zero("checkpoint.write_limit_s", "every save counts as failed at once"),
+    _above_zero("checkpoint.stall_s", "every save is told of as one that storage does not take"),
     _at_least("restart.max_restarts", -1, " (-1: no limit, 0: no restart)"),
     _at_least("restart.max_without_progress", 1, ", or no failure could be recovered from"),
     _at_least("restart.settle_s", 0, " (0: do not wait for the cause)"),

@@ -100,6 +100,8 @@ class CheckpointSettings:
     filled."""
     write_limit_s: float = 600.0
     """How long a save may stay unfinished before it counts as failed."""
+    stall_s: float = 30.0
+    """Storage that takes nothing of a save for so long is told of."""
     copy: Literal["auto", "overlap", "blocking"] = "auto"
     """How a save copies what only optimizers change: while the next step computes (``overlap``), at
     once (``blocking``), or whichever costs less as measured in the first saves."""

@@ -136,7 +136,7 @@ class SlotGrant(Message):
 
     slot: int
     size: int
-    of: int
+    of: int = 1
 
 
 class SlotFree(Message):
@@ -372,6 +372,12 @@ class AgentHello(Message):
     protocol: int = PROTOCOL
 
 
+class Ping(Message):
+    """Whether the coordinator still answers; it does with a Pong of the same number."""
+
+    number: int
+
+
 class RankUp(Message):
     """A process was given ``rank``."""
 
@@ -511,6 +517,12 @@ class Notice(Message):
     step: int = 0
 
 
+class Pong(Message):
+    """Answer to Ping."""
+
+    number: int
+
+
 class JobEnd(Message):
     """The job is over: end all ranks (those that got Finish may leave by themselves first)."""
 
@@ -551,6 +563,7 @@ FROM_LEASE = LeaseNews
 FROM_WRITER = ShardWritten | ShardRetry | ShardFailed | Committed
 TO_COORDINATOR = (
     AgentHello
+    | Ping
     | RankUp
     | RankEvent
     | RankDown
@@ -562,4 +575,4 @@ TO_COORDINATOR = (
     | StopRequest
     | StoreForward
 )
-FROM_COORDINATOR = ToRank | Replace | Kill | Notice | JobEnd
+FROM_COORDINATOR = ToRank | Replace | Kill | Notice | Pong | JobEnd

@@ -184,9 +184,9 @@ class Observer:
         self._boards.close()
         self._waiter.close()
 
-    def close_files(self) -> None:
-        """Write the last events."""
-        self._files.close()
+    def close_files(self) -> bool:
+        """Write the last events; False if storage does not take them."""
+        return self._files.close()
 
     # --- the loop ---------------------------------------------------------------------------------
 
