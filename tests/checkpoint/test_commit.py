@@ -60,16 +60,15 @@ def test_everything_is_durable_before_the_manifest_has_its_name_and_its_name_aft
     shown = [f"{what} {names[int(inode)]}" for what, inode in map(str.split, order)]
     shard, receipt = layout.shard_name(0), layout.receipt_name(0)
     assert shown[:written] == [
-        "sync root",
-        *(f"sync {layout.VERSION_FILE}", f"name {layout.VERSION_FILE}", "sync folder"),
-        *(f"sync {shard}", f"name {shard}", "sync folder"),
-        *(f"sync {receipt}", f"name {receipt}", "sync folder"),
+        f"name {layout.VERSION_FILE}",
+        *(f"sync {layout.VERSION_FILE}", "sync folder", "sync root"),
+        *(f"sync {receipt}", f"sync {shard}"),
+        *(f"name {shard}", f"name {receipt}", "sync folder"),
     ]
     manifest_file = layout.MANIFEST
     assert shown[written:] == [
         "sync folder",
         *(f"sync {manifest_file}", f"name {manifest_file}", "sync folder"),
-        "sync root",
     ]
     assert names[(tmp_path / folder / shard).stat().st_ino] == shard
 

@@ -47,20 +47,26 @@ def test_bytes_are_durable_before_they_get_their_name_and_names_before_the_manif
         if call.name not in _NAME:
             continue
         temporary, final = call.paths
+        named[final] = number
+        if final.endswith(layout.VERSION_FILE):
+            continue  # it is made durable while the data is written
         written = _last(calls, _WRITE, temporary, number)
         synced = _last(calls, _SYNC, temporary, number)
         assert 0 <= written < synced, call
-        named[final] = number
     files = [layout.shard_name(rank) for rank in range(WORLD)]
     files += [layout.receipt_name(rank) for rank in range(WORLD)]
     manifest = named.pop(f"{_FOLDER}/{layout.MANIFEST}")
     assert named.keys() == {f"{_FOLDER}/{name}" for name in (*files, layout.VERSION_FILE)}
     assert max(named.values()) < _last(calls, _SYNC, _FOLDER, manifest)
     for rank in range(WORLD):
-        # A receipt says that the shard is durable under its name.
+        # A receipt says that the shard is durable; both names become so together.
         shard = named[f"{_FOLDER}/{layout.shard_name(rank)}"]
         receipt = named[f"{_FOLDER}/{layout.receipt_name(rank)}"]
-        assert shard < _last(calls, _SYNC, _FOLDER, receipt)
+        assert shard < receipt
+        # The folder is this version's for good before anybody says what is in it.
+        version = f"{_FOLDER}/{layout.VERSION_FILE}"
+        assert named[version] < _last(calls, _SYNC, version, receipt)
+        assert named[version] < _last(calls, _SYNC, _FOLDER, receipt)
     # The folder itself is a name in the folder of all checkpoints.
     made = _last(calls, frozenset({"mkdir", "mkdirat"}), _FOLDER, len(calls))
     assert made < _last(calls, _SYNC, "", manifest)

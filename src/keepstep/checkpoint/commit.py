@@ -71,7 +71,7 @@ def commit(root: Path, folder: str, version: Version, clock: Clock = SYSTEM) -> 
         if published is None:
             raise
         return published
-    layout.sync_folder(root)
+    # The folder's own name is durable: nobody writes a receipt before (see ``claim_folder``).
     return result
 
 

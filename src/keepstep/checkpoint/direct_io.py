@@ -7,11 +7,13 @@ both release the interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -68,8 +70,15 @@ def _fallocate() -> Any:
     return function
 
 
-def write_image(image: memoryview, fd: int) -> list[bytes]:
-    """Write all of ``image`` to the new file ``fd``, and make it durable.
+def write_image(
+    image: memoryview, fd: int, meanwhile: Callable[[], object] | None = None
+) -> list[bytes]:
+    """Write all of ``image`` to the new file ``fd``; it is not durable yet.
+
+    Args:
+        image: What the file is to hold; its memory is aligned.
+        fd: From ``open_new``.
+        meanwhile: Something else to do while the disk writes.
 
     Returns:
         xxh3-128 of each block of ``blocks.BLOCK_BYTES`` bytes, 16 bytes each.
@@ -92,13 +101,27 @@ def write_image(image: memoryview, fd: int) -> list[bytes]:
     number = blocks.count(len(image), blocks.BLOCK_BYTES)
     if number > 1:
         with ThreadPoolExecutor(min(THREADS, number), "block") as pool:
-            digests = list(pool.map(write_block, range(number)))
+            results = pool.map(write_block, range(number))
+            if meanwhile is not None:
+                meanwhile()
+            digests = list(results)
     else:
         digests = [write_block(index) for index in range(number)]
+        if meanwhile is not None:
+            meanwhile()
     if len(image) % ALIGNMENT:
         os.ftruncate(fd, len(image))
-    os.fsync(fd)
     return digests
+
+
+@contextlib.contextmanager
+def syncing(fd: int, size: int) -> Iterator[Callable[[], None]]:
+    """Begin to make the file durable; what is given waits until it is, and raises OSError."""
+    if size <= blocks.BLOCK_BYTES:  # not worth a thread
+        yield lambda: os.fsync(fd)
+        return
+    with ThreadPoolExecutor(1, "sync") as pool:
+        yield pool.submit(os.fsync, fd).result
 
 
 def _write_at(fd: int, block: memoryview, at: int) -> None:

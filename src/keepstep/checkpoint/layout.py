@@ -22,7 +22,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,13 +151,25 @@ _NOT_OFFERED = {errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errn
 """Errors by which a file system says that it has no hard links, or no renaming."""
 
 
-def publish(path: Path, data: bytes) -> None:
+def publish(
+    path: Path,
+    data: bytes,
+    *,
+    durable: bool = True,
+    before_name: Callable[[], object] | None = None,
+) -> None:
     """Create ``path`` with ``data``, whole and durable, unless it exists.
 
     Of several that publish at once only one succeeds. Others see nothing or all of it. Where
     storage has no hard links they may see an empty file first, and it stays if this process is
     killed: readers take an empty file for one that is not there (see ``is_published``). Where it
     cannot rename either they may see a part of the file, which its digest gives away.
+
+    Args:
+        path: The file.
+        data: What it holds.
+        durable: Return only when it is durable; else the caller sees to that, with ``settle``.
+        before_name: Called when the data is durable, before others see the file.
 
     Raises:
         FileExistsError: the file is there already; it was not changed.
@@ -167,7 +179,10 @@ def publish(path: Path, data: bytes) -> None:
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
+        if before_name is not None:
+            before_name()
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -180,6 +195,17 @@ def publish(path: Path, data: bytes) -> None:
             _publish_without_link(temporary, path, data)
     finally:
         temporary.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
+
+
+def settle(path: Path) -> None:
+    """Make durable what ``publish`` left undone."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
     sync_folder(path.parent)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ import xxhash
 from keepstep.checkpoint import blocks, direct_io, layout, manifest, shard_file
 from keepstep.checkpoint.images import Images
 from keepstep.checkpoint.manifest import Receipt
+from keepstep.checkpoint.shard_file import ShardHeader
 from keepstep.errors import CheckpointError, SaveFailed
 from keepstep.wire.types import Version
 
@@ -62,19 +64,12 @@ def write_shard(
                     f"rank {rank}'s of {version}",
                     shown,
                 )
-            folder = claim_folder(root, version)
-            path = root / folder
-            receipt = _written_before(path, image, rank)
+            folder = _claim(root, version)
+            receipt = _written_before(root / folder, image, rank)
             if receipt is None:
-                digests = _write(image, path, rank)
-                receipt = manifest.receipt_of(
-                    header, blocks.combine(digests), blocks.BLOCK_BYTES, blocks.encode(digests)
-                )
-                try:
-                    text = manifest.encode_receipt(receipt)
-                    layout.publish(path / layout.receipt_name(rank), text)
-                except FileExistsError:  # somebody else wrote it meanwhile
-                    receipt = _written_before(path, image, rank) or receipt
+                receipt = _write(image, header, root / folder)
+            else:
+                _settle_claim(root / folder)
             return receipt, folder
     except SaveFailed:
         raise
@@ -116,12 +111,25 @@ def claim_folder(root: Path, version: Version) -> str:
     """Find or make the folder of ``version``; it holds no other version's files.
 
     Returns:
-        The folder's name under ``root``.
+        The folder's name under ``root``; it is durable.
 
     Raises:
         SaveFailed: every name for it is taken.
         OSError: the folder cannot be made.
     """
+    name = _claim(root, version)
+    _settle_claim(root / name)
+    return name
+
+
+def _settle_claim(folder: Path) -> None:
+    """Make the folder's name durable, and whose it is. Whoever made it may have been killed."""
+    layout.settle(folder / layout.VERSION_FILE)
+    layout.sync_folder(folder.parent)
+
+
+def _claim(root: Path, version: Version) -> str:
+    """As ``claim_folder``, but a power cut may take it back until ``_settle_claim``."""
     root.mkdir(parents=True, exist_ok=True)
     for name in layout.list_folders(root):
         parsed = layout.parse_folder(name)
@@ -133,11 +141,10 @@ def claim_folder(root: Path, version: Version) -> str:
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
-                layout.sync_folder(root)
             if layout.is_published(folder / layout.MANIFEST):
                 break
             try:
-                layout.publish(folder / layout.VERSION_FILE, text)
+                layout.publish(folder / layout.VERSION_FILE, text, durable=False)
             except FileExistsError:
                 pass
             except FileNotFoundError:
@@ -197,26 +204,49 @@ def _checksum(image: memoryview, block_bytes: int) -> str:
     return blocks.combine(digests) if block_bytes else whole.hexdigest()
 
 
-def _write(image: memoryview, folder: Path, rank: int) -> list[bytes]:
-    """Write ``image`` under a temporary name, make it durable, rename it; returns its digests."""
-    final = folder / layout.shard_name(rank)
-    _remove_unfinished(folder, rank)
+def _write(image: memoryview, header: ShardHeader, folder: Path) -> Receipt:
+    """Write ``image`` under a temporary name, make it durable, name it, publish its receipt.
+
+    What takes a flush of the disk is done while the disk is busy with the data, where it can be.
+    """
+    final = folder / layout.shard_name(header.rank)
+    _remove_unfinished(folder, header.rank)
     temporary = folder / layout.temporary_name(final.name)
     try:
         fd = direct_io.open_new(temporary)
         try:
-            digests = direct_io.write_image(image, fd)
+            digests = direct_io.write_image(image, fd, lambda: _settle_claim(folder))
+            checksum, texts = blocks.combine(digests), blocks.encode(digests)
+            receipt = manifest.receipt_of(header, checksum, blocks.BLOCK_BYTES, texts)
+            with direct_io.syncing(fd, len(image)) as synced:
+                _publish(receipt, folder, lambda: _name(temporary, final, synced))
         finally:
             os.close(fd)
-        if layout.is_published(folder / layout.MANIFEST):
-            raise _failed("the version was committed meanwhile", str(folder))
-        temporary.rename(final)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error says more
             temporary.unlink(missing_ok=True)
         raise
-    layout.sync_folder(folder)
-    return digests
+    return receipt
+
+
+def _publish(receipt: Receipt, folder: Path, before_name: Callable[[], object]) -> None:
+    text = manifest.encode_receipt(receipt)
+    path = folder / layout.receipt_name(receipt.rank)
+    try:
+        layout.publish(path, text, before_name=before_name)
+    except FileExistsError:  # another writer of the same shard was quicker
+        if path.read_bytes() != text:
+            raise
+        layout.sync_folder(folder)
+
+
+def _name(temporary: Path, final: Path, synced: Callable[[], None]) -> None:
+    """Give the shard its name once it is durable. The receipt's name, which comes next, makes this
+    one durable as well: they are in the same folder."""
+    synced()
+    if layout.is_published(final.parent / layout.MANIFEST):
+        raise _failed("the version was committed meanwhile", str(final.parent))
+    temporary.rename(final)
 
 
 def _with_numbers(error: OSError, size: int, root: Path) -> str:
