@@ -48,6 +48,8 @@ class Checkpointer(checkpointer.Checkpointer):
         check_copy: Hash what is copied in the background before and after; for debugging.
         when_busy: A save that comes while both staging copies are in use is skipped, or waits.
         retries: How often a shard that storage refused is written again before the save failed.
+        resume_from: A checkpoint, a folder of checkpoints or a run folder of another run, or a DCP
+            folder: ``restore`` takes it while ``path`` has no checkpoint of its own.
         clock: Where time comes from.
 
     Raises:
@@ -67,6 +69,7 @@ class Checkpointer(checkpointer.Checkpointer):
         check_copy: bool = False,
         when_busy: Literal["skip", "wait"] = "skip",
         retries: int = 2,
+        resume_from: str | os.PathLike[str] | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
         super().__init__(
@@ -78,6 +81,7 @@ class Checkpointer(checkpointer.Checkpointer):
             check_copy=check_copy,
             when_busy=when_busy,
             retries=retries,
+            resume_from=resume_from,
             clock=clock,
             writer=chosen_writer(engine),
         )

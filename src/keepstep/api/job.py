@@ -68,8 +68,13 @@ class Job:
                 raise UsageError(f"job.track: the name {name!r} is taken")
             self._tracked[name] = value
 
-    def restore(self) -> int:
+    def restore(self, *, strict: bool = True) -> int:
         """Load the state that the round resumes from, in place; later calls change nothing.
+
+        Args:
+            strict: Whether objects, and tensors of modules, that are only tracked or only stored
+                are an error; else they keep what they have, or are not read, and a warning names
+                them.
 
         Returns:
             The last completed step (0 at the start of a run).
@@ -78,7 +83,7 @@ class Job:
             CheckpointCorrupt, CheckpointMismatch: it cannot be used.
         """
         if self._restored is None:
-            self._restored = self._saver.load(self._state())
+            self._restored = self._saver.load(self._state(), strict=strict)
             self._done = self._saved = self._restored
         return self._restored
 

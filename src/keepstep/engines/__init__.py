@@ -40,8 +40,11 @@ class Saver(Ahead, Protocol):
             NotEnoughMemory: the copy does not fit into memory.
         """
 
-    def load(self, state: dict[str, object]) -> int:
-        """Fill ``state`` in place; returns the step it belongs to (0: nothing to load)."""
+    def load(self, state: dict[str, object], *, strict: bool = True) -> int:
+        """Fill ``state`` in place; returns the step it belongs to (0: nothing to load).
+
+        Without ``strict`` what only one side has keeps its value or is not read, with a warning.
+        """
 
     def poll(self) -> None:
         """A step was completed; called on every rank at the same step.

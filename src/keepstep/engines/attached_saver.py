@@ -65,7 +65,7 @@ class AttachedSaver:
         self._history = (
             RoundHistory(world)
             if coordinated
-            else RunHistory(runtime.run_dir, run, root, self._damaged)
+            else RunHistory(runtime.run_dir, run, root, self._damaged, checkpoint.resume_from)
         )
         self._checkpointer = Checkpointer(
             root,
@@ -117,13 +117,13 @@ class AttachedSaver:
         self._begun.append((step, save))
         return save
 
-    def load(self, state: dict[str, object]) -> int:
+    def load(self, state: dict[str, object], *, strict: bool = True) -> int:
         """Load the newest good checkpoint of this run; returns its step, 0 if there is none.
 
         Raises:
             CheckpointError: there are checkpoints, and none can be used.
         """
-        return self._checkpointer.restore({**state, **self._extra})
+        return self._checkpointer.restore({**state, **self._extra}, strict=strict)
 
     def poll(self) -> None:
         """A step was completed."""

@@ -185,13 +185,23 @@ class LaunchedSaver:
             size.append(self._writer.last_bytes)
         return Save(step, pending)
 
-    def load(self, state: dict[str, object]) -> int:
-        """Load the checkpoint that this round resumes from."""
-        if not self._world.resume:
+    def load(self, state: dict[str, object], *, strict: bool = True) -> int:
+        """Load the checkpoint that this round resumes from, on all ranks together.
+
+        Raises:
+            CheckpointCorrupt: on some rank it is damaged; the coordinator picks another one.
+            CheckpointMismatch: on some rank it does not fit.
+        """
+        from keepstep.rank.loading import Loader
+
+        world, folder = self._world, self._world.folder
+        if not folder:
             return 0
+        self.mutates()
+        loader = Loader(state, self._root, world.rank, world.size, strict=strict)
         size: list[int] = []
         with self._events.restoring(self._world.resume, size):
-            size.append(self._writer.load(state, self._root / self._world.folder))
+            size.append(loader.load(folder).bytes)
         return self._world.resume
 
     def poll(self) -> None:

@@ -126,9 +126,9 @@ class StandaloneSaver:
         """Copy ``state`` and write it in the background, or skip that on all ranks."""
         return self._checkpointer.async_save(state, step, when_busy=when_busy)
 
-    def load(self, state: dict[str, object]) -> int:
+    def load(self, state: dict[str, object], *, strict: bool = True) -> int:
         """Load the newest committed checkpoint, if there is one."""
-        return self._checkpointer.restore(state)
+        return self._checkpointer.restore(state, strict=strict)
 
     def poll(self) -> None:
         """A step was completed."""

@@ -38,10 +38,10 @@ class BusySaver:
         with self._heartbeat.busy():
             return self._saver.save(state, step, when_busy)
 
-    def load(self, state: dict[str, object]) -> int:
+    def load(self, state: dict[str, object], *, strict: bool = True) -> int:
         """Fill ``state`` in place; returns the step it belongs to."""
         with self._heartbeat.busy():
-            return self._saver.load(state)
+            return self._saver.load(state, strict=strict)
 
     def poll(self) -> None:
         """A step was completed."""
