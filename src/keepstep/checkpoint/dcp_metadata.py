@@ -122,7 +122,7 @@ def dtype_of(name: str) -> str:
 
 def is_dcp(folder: Path) -> bool:
     """Whether ``folder`` looks like one of DCP that keepstep has not sealed."""
-    return (folder / METADATA).is_file() and not (folder / layout.MANIFEST).exists()
+    return (folder / METADATA).is_file() and not layout.is_published(folder / layout.MANIFEST)
 
 
 def read(folder: Path) -> DcpMetadata:

@@ -19,16 +19,12 @@ from keepstep.checkpoint import (
 )
 from keepstep.checkpoint.commit import commit
 from keepstep.checkpoint.shard_file import ShardPlan, TensorSpec
-from keepstep.checkpoint.source import Source, StoredChunk, StoredTensor
+from keepstep.checkpoint.source import IMPORTED, Source, StoredChunk, StoredTensor
 from keepstep.checkpoint.tensor_bytes import TensorBytes
 from keepstep.checkpoint.writer import claim_folder
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import CheckpointMismatch, UsageError
 from keepstep.wire.types import Version
-
-IMPORTED = "$imported"
-"""Key of the values under which an imported checkpoint says where it comes from. Objects that it
-does not know keep their state when it is restored."""
 
 _Part = tuple[StoredTensor, StoredChunk | None]
 

@@ -18,6 +18,7 @@ from keepstep.checkpoint.shard_file import ShardHeader, TensorSpec, read_header
 from keepstep.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = [
+    "IMPORTED",
     "About",
     "ManifestSource",
     "Source",
@@ -26,6 +27,11 @@ __all__ = [
     "StoredFile",
     "StoredTensor",
 ]
+
+
+IMPORTED = "$imported"
+"""Key of the values under which a checkpoint made from another library's says where that was. It
+is not complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +145,11 @@ class ManifestSource:
     def about(self) -> About:
         version = self._manifest.version
         return About(
-            where=str(self._folder), step=version.step, run=version.run, world=version.world
+            where=str(self._folder),
+            step=version.step,
+            run=version.run,
+            world=version.world,
+            complete=IMPORTED not in self._manifest.values,
         )
 
     def values(self, rank: int) -> Mapping[str, object]:

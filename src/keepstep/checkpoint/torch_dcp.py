@@ -114,10 +114,14 @@ class DcpSource:
 
     @property
     def about(self) -> About:
-        return About(where=str(self._folder), step=self._step(), run=None, world=1, complete=False)
+        return About(where=str(self._folder), step=0, run=None, world=1, complete=False)
 
-    def _step(self) -> int:
-        """Completed steps, as a value that is usual for it or the folder's name says; else 0."""
+    def likely_step(self) -> int:
+        """Completed steps, as a usual value for it or the folder's name says; 0 if nothing does.
+
+        Raises:
+            CheckpointError: such a value cannot be decoded.
+        """
         for name in _STEP_NAMES:
             piece = self._found.values.get(name)
             value = None if piece is None else self._decode(name, piece)
@@ -265,7 +269,7 @@ def _load(path: Path, source: str, piece: Piece) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - among them pickle's own, whose module is banned
+    except Exception as error:  # among them pickle's own, whose module is banned here
         first = str(error).partition("\n")[0]
         raise CheckpointError(
             f"{source} cannot be decoded without running code: {first[:200]}",

@@ -291,8 +291,8 @@ def _groups(
     """The optimizer's groups: full names of the parameters in their order, and the options."""
     if "by_name" in value:
         return [(list(group["params"]), dict(group["options"])) for group in value["by_name"]]
-    names, sizes = value.get("names"), value["parameters"]
-    if names is None or len(names) != sum(sizes):
+    names = value.get("names")
+    if names is None:
         raise CheckpointError(
             f"the checkpoint does not say in which order {name} has its parameters: an older "
             "keepstep wrote it",
@@ -300,11 +300,7 @@ def _groups(
             advice="export the modules alone, with --only; or restore it and save it again",
         )
     options = _nested(f"{name}.group", value["groups"], tensors)
-    rest = iter(names)
-    return [
-        ([next(rest) for _ in range(size)], dict(one))
-        for size, one in zip(sizes, options, strict=True)
-    ]
+    return [(list(called), dict(one)) for called, one in zip(names, options, strict=True)]
 
 
 def _plain_name(parameter: str, modules: Sequence[str]) -> str:

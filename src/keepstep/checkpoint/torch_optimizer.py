@@ -27,6 +27,10 @@ from keepstep.checkpoint.torch_nested import (
 )
 from keepstep.errors import CheckpointError, CheckpointMismatch
 
+BY_NAME = "by_name"
+"""Key of a stored value whose options are told by parameter: a list of ``params`` (full names) and
+their ``options``. Other libraries' checkpoints have them so."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
@@ -76,7 +80,11 @@ class OptimizerPart:
         self.owned: set[int] = set()
         """Ids of the parameters that only a step which torch's hooks see changes."""
         self._owners: list[_Owner] = []
+        self._names: list[list[str]] = []
+        """Full names of the parameters of each group, in their order."""
         for index, group in enumerate(optimizer.param_groups):
+            called: list[str] = []
+            self._names.append(called)
             # A step in a CUDA graph is replayed without hooks, and only a capturable one can be.
             stable = hooked and not group.get("capturable")
             for at, parameter in enumerate(group["params"]):
@@ -84,8 +92,10 @@ class OptimizerPart:
                 if stable:
                     self.owned.add(key)
                 if parameter in self._flat_states:
+                    called += [full for full, _ in (flat or {})[key]]
                     continue
-                prefix = f"{name}.state.{names.get(key, f'{index}.{at}')}"
+                called.append(names.get(key, f"{index}.{at}"))
+                prefix = f"{name}.state.{called[-1]}"
                 self._owners.append(_Owner(prefix, parameter, index, key in replicated, stable))
 
     def _groups(self) -> Nested:
@@ -139,6 +149,7 @@ class OptimizerPart:
         return {
             "type": "optimizer",
             "parameters": self._sizes(),
+            "names": self._names,
             "groups": self._groups().packed(),
             "state": {prefix: rest.packed() for prefix, rest in self._rests.items()},
         }
@@ -146,14 +157,11 @@ class OptimizerPart:
     def targets(
         self, value: Mapping[str, object], specs: Mapping[str, Spec]
     ) -> dict[str, torch.Tensor]:
-        if value.get("parameters") != self._sizes():
-            raise CheckpointMismatch(
-                f"{self._name} has parameter groups of {self._sizes()} parameters, the checkpoint "
-                f"has {value.get('parameters')}"
-            )
-        groups = self._groups()
-        _, paths = unpack(groups.prefix, value.get("groups"))
-        result = targets(groups.prefix, paths, specs, groups.tensors, in_place=True)
+        if BY_NAME in value:
+            self._options_by_name(value)
+            result: dict[str, torch.Tensor] = {}
+        else:
+            result = self._group_targets(value, specs)
         stored, rests = _by_prefix(specs), _rests(value)
         result |= self._flat_states.targets(stored, specs)
         for owner in self._owners:
@@ -171,6 +179,44 @@ class OptimizerPart:
                 rest = self._rest(owner)
                 _, paths = unpack(rest.prefix, rests[owner.prefix])
                 result |= targets(rest.prefix, paths, specs, rest.tensors, in_place=True)
+        return result
+
+    def _group_targets(
+        self, value: Mapping[str, object], specs: Mapping[str, Spec]
+    ) -> dict[str, torch.Tensor]:
+        if value.get("parameters") != self._sizes():
+            raise CheckpointMismatch(
+                f"{self._name} has parameter groups of {self._sizes()} parameters, the checkpoint "
+                f"has {value.get('parameters')}"
+            )
+        groups = self._groups()
+        _, paths = unpack(groups.prefix, value.get("groups"))
+        return targets(groups.prefix, paths, specs, groups.tensors, in_place=True)
+
+    def _options_by_name(self, value: Mapping[str, object]) -> list[dict[str, object]]:
+        """The stored options of each group, found by the names of its parameters."""
+        told: dict[str, dict[str, object]] = {}
+        stored = value[BY_NAME]
+        for one in stored if isinstance(stored, list) else []:
+            told |= dict.fromkeys(one["params"], one["options"])
+        result: list[dict[str, object]] = []
+        for index, called in enumerate(self._names):
+            missing = [full for full in called if full not in told]
+            if missing:
+                raise CheckpointMismatch(
+                    f"the checkpoint has no options of {self._name} for {len(missing)} parameters, "
+                    f"for example {missing[0]}",
+                    done="nothing was restored",
+                )
+            other = next((full for full in called if told[full] != told[called[0]]), None)
+            if other is not None:
+                raise CheckpointMismatch(
+                    f"{called[0]} and {other} are in group {index} of {self._name}, and have "
+                    "different options in the checkpoint",
+                    done="nothing was restored",
+                    advice="make the optimizer with the groups that it was saved with",
+                )
+            result.append(told[called[0]] if called else {})
         return result
 
     def _allocate(self, owner: _Owner, key: str, spec: Spec) -> torch.Tensor:
@@ -198,7 +244,11 @@ class OptimizerPart:
             kept = {key: fresh[key] for key in order}
             state.clear()
             state.update(kept)
-        groups = rebuild(f"{self._name}.group", value.get("groups"), loaded)
+        groups: object
+        if BY_NAME in value:
+            groups = self._options_by_name(value)
+        else:
+            groups = rebuild(f"{self._name}.group", value.get("groups"), loaded)
         for group, stored_group in zip(
             self._optimizer.param_groups, groups if isinstance(groups, list) else [], strict=True
         ):

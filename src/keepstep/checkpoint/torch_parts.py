@@ -74,6 +74,8 @@ class ModulePart:
         self._name, self._module = name, module
         self._named: list[Named] = []
         self._extra: dict[str, object] = {}
+        self._tied: dict[str, str] = {}
+        """Further names of tensors that have one already, within the module."""
         self.names: dict[int, str] = {}
         self.replicated = _replicated(module, world)
         self.flat: dict[int, list[tuple[str, torch_fsdp1.Shard]]] = {}
@@ -116,6 +118,9 @@ class ModulePart:
         if id(tensor) not in self.names:
             self.names[id(tensor)] = full
             self._named.append(Named(full, tensor, id(tensor) in self.replicated))
+        else:
+            inner = len(self._name) + 1
+            self._tied[full[inner:]] = self.names[id(tensor)][inner:]
 
     def named(self) -> list[Named]:
         return [*self._named, *self._extra_state.named()]
@@ -129,9 +134,12 @@ class ModulePart:
         )
 
     def value(self) -> dict[str, object]:
-        if not self._extra:
-            return {"type": "module"}
-        return {"type": "module", "extra": self._extra_state.packed()}
+        value: dict[str, object] = {"type": "module"}
+        if self._tied:
+            value["tied"] = self._tied
+        if self._extra:
+            value["extra"] = self._extra_state.packed()
+        return value
 
     def targets(
         self, value: Mapping[str, object], specs: Mapping[str, Spec]

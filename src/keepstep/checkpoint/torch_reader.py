@@ -39,7 +39,7 @@ from keepstep.checkpoint.torch_flat import FlatPart
 from keepstep.checkpoint.torch_nested import Spec
 from keepstep.checkpoint.torch_parts import ModulePart
 from keepstep.checkpoint.torch_pieces import BlockPiece, BytePiece, Region, piece
-from keepstep.checkpoint.torch_source import open_source
+from keepstep.checkpoint.torch_source import announce, open_source
 from keepstep.checkpoint.torch_state import TORCH_DTYPES, Destination
 from keepstep.errors import CheckpointCorrupt, CheckpointMismatch
 
@@ -315,7 +315,8 @@ def prepare(
     """
     # A folder of another run is named by its path, whatever it is of.
     outside = Path(folder).is_absolute()
-    source = open_source(Path(folder)) if outside else ManifestSource(root, folder)
+    source = open_source(Path(folder), tracked) if outside else ManifestSource(root, folder)
+    announce(source, rank)
     return prepare_source(tracked, source, rank=rank, world=world, run=run, strict=strict)
 
 
@@ -351,7 +352,9 @@ def prepare_source(
             if name in tracked or name == torch_state.NAMES_KEY
         }
     destination = torch_state.prepare_for_load(tracked, values, reader.specs, world=world)
-    tensors = _check_fit(destination, reader.specs, values, about.where, strict=strict)
+    left = tuple(f"{name}." for name in objects[1])
+    specs = {name: spec for name, spec in reader.specs.items() if not f"{name}.".startswith(left)}
+    tensors = _check_fit(destination, specs, values, about.where, strict=strict)
     stored = {name: tensor for name, tensor in destination.tensors.items() if name in reader.specs}
     reader.check(stored)
     left_out = torch_state.listed(

@@ -39,6 +39,8 @@ from keepstep.errors import CheckpointError, CheckpointMismatch
 
 OPTIONAL = "$engine."
 """Names of an engine's own state start so: another engine neither has it nor misses it."""
+NESTED = "nested"
+"""Type of a stored state of which its checkpoint, another library's, does not tell more."""
 NAMES_KEY = "$names"
 """Key of ``Snapshot.values`` under which the digest of all tensor names of the rank lies."""
 
@@ -217,7 +219,7 @@ def prepare_for_load(
     tensors: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
         value, kind = stored[name], part_type(part)
-        if not isinstance(value, Mapping) or value.get("type") != kind:
+        if not isinstance(value, Mapping) or not _is_of(kind, value.get("type")):
             found = value.get("type") if isinstance(value, Mapping) else type(value).__name__
             raise CheckpointMismatch(
                 f"{name} is tracked as {kind}, the checkpoint has it as {found}",
@@ -238,6 +240,11 @@ def _same_modules(parts: Mapping[str, Part], specs: Mapping[str, Spec]) -> None:
     live = {item.name for part in modules.values() for item in part.named()}
     stored = {name for name in specs if any(name.startswith(f"{one}.") for one in modules)}
     _same_names("tensors", live, stored)
+
+
+def _is_of(kind: str, stored: object) -> bool:
+    """Whether a part of this kind takes a stored state of that one."""
+    return stored == kind or (stored == NESTED and kind != "optimizer")
 
 
 def part_type(part: Part) -> str:

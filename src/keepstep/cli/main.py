@@ -85,7 +85,9 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
         from keepstep.cli import checkpoint
 
         app.add_typer(
-            checkpoint.app, name="checkpoint", help="List, verify, keep, remove and convert checkpoints."
+            checkpoint.app,
+            name="checkpoint",
+            help="List, verify, keep, remove and convert checkpoints.",
         )
     if used in ("", "report"):
         from keepstep.cli import report

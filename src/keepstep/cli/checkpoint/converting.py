@@ -150,7 +150,7 @@ def import_command(
         found = module.DcpSource(folder, pairs)
         root = _import_root(Path(run))
         name = run_id or (root.parent if root.name == "checkpoints" else root).resolve().name
-        number = found.about.step if step is None else step
+        number = found.likely_step() if step is None else step
         total = sum(nbytes(tensor) for tensor in found.tensors(0).values())
         with progress_bar("importing", total) as more:
             made = importing.import_source(found, root, name, number, progress=more)
