@@ -20,7 +20,8 @@ KNOWN_KINDS = {
     "rank.start rank.exit rank.suspect rank.hung rank.beat rank.failed rank.joined rank.left",
     "step.end",
     "section.begin section.end checkpoint.begin checkpoint.staged checkpoint.shard",
-    "checkpoint.commit checkpoint.fail checkpoint.unusable restore.begin restore.end",
+    "checkpoint.commit checkpoint.fail checkpoint.skip checkpoint.retry checkpoint.memory",
+    "checkpoint.unusable restore.begin restore.end",
     "fault.injected health.finding stop.notice",
 }
 HEAD = ["v", "run", "src", "node", "t", "mono", "seq", "kind", "rank", "world", "round", "step"]

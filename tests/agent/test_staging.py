@@ -15,6 +15,7 @@ from keepstep.wire.messages import (
     TO_WRITER,
     ShardFailed,
     ShardWritten,
+    SlotGrant,
     Staged,
     WriteShard,
 )
@@ -64,6 +65,10 @@ def _written(ticket: int) -> ShardWritten:
     )
 
 
+def _granted(slots: Slots, owner: int, size: int, count: int) -> list[tuple[SlotGrant, int]]:
+    return slots.ask(owner, size, count, [owner]).grants
+
+
 def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
@@ -75,7 +80,7 @@ def _is_open(fd: int) -> bool:
 def test_a_filled_slot_goes_to_the_writer_with_its_memory_and_comes_back_free(
     slots: Slots, writer: _Writer
 ) -> None:
-    (grant, fd), (other, _) = slots.grant(7, 4096, 2)
+    (grant, fd), (other, _) = _granted(slots, 7, 4096, 2)
     assert grant.size == 4096
     assert grant.slot != other.slot
     os.pwrite(fd, b"data", 0)
@@ -93,7 +98,7 @@ def test_a_filled_slot_goes_to_the_writer_with_its_memory_and_comes_back_free(
 def test_memory_outlives_its_rank_until_the_writer_has_read_it(
     slots: Slots, writer: _Writer
 ) -> None:
-    (read, fd), (unread, idle) = slots.grant(7, 4096, 2)
+    (read, fd), (unread, idle) = _granted(slots, 7, 4096, 2)
     slots.write(3, _staged(read.slot), writer.channel)
     message, received = writer.take()
     os.close(received)
@@ -107,7 +112,7 @@ def test_memory_outlives_its_rank_until_the_writer_has_read_it(
 
 
 def test_a_slot_with_two_writes_is_kept_until_both_are_done(slots: Slots, writer: _Writer) -> None:
-    [(grant, fd)] = slots.grant(7, 4096, 1)
+    [(grant, fd)] = _granted(slots, 7, 4096, 1)
     tickets = []
     for _ in range(2):
         slots.write(3, _staged(grant.slot), writer.channel)
@@ -122,9 +127,9 @@ def test_a_slot_with_two_writes_is_kept_until_both_are_done(slots: Slots, writer
 
 
 def test_larger_slots_replace_the_owners_earlier_ones_and_nobody_elses(slots: Slots) -> None:
-    [(_, small)] = slots.grant(7, 4096, 1)
-    [(_, foreign)] = slots.grant(8, 4096, 1)
-    [(grant, large)] = slots.grant(7, 8192, 1)
+    [(_, small)] = _granted(slots, 7, 4096, 1)
+    [(_, foreign)] = _granted(slots, 8, 4096, 1)
+    [(grant, large)] = _granted(slots, 7, 8192, 1)
     assert os.fstat(large).st_size == 8192
     assert os.fstat(foreign).st_size == 4096
     assert small == large or not _is_open(small)
@@ -136,7 +141,7 @@ def test_a_result_that_nobody_asked_for_is_passed_over(slots: Slots) -> None:
 
 
 def test_a_new_writer_gets_what_the_dead_one_left_unfinished(slots: Slots, writer: _Writer) -> None:
-    (done, _), (left, fd), (late, _) = slots.grant(7, 4096, 3)
+    (done, _), (left, fd), (late, _) = _granted(slots, 7, 4096, 3)
     os.pwrite(fd, b"data", 0)
     for grant in (done, left):
         slots.write(3, _staged(grant.slot), writer.channel)

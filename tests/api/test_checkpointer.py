@@ -97,7 +97,7 @@ def test_a_restored_training_goes_on_bit_by_bit(tmp_path: Path) -> None:
 
 def test_a_flipped_byte_is_reported_and_the_older_step_taken(tmp_path: Path) -> None:
     data = {"step": 0, "t": torch.zeros(3)}
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(tmp_path, when_busy="wait") as checkpointer:
         for step in (1, 2, 3):
             data["step"] = step
             checkpointer.async_save({"data": data}, step)
@@ -184,7 +184,7 @@ def test_a_later_process_never_writes_into_an_unfinished_folder_of_an_earlier_on
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+    with Checkpointer(tmp_path, keep_last=2, when_busy="wait") as checkpointer:
         for step in range(1, 6):
             checkpointer.async_save({"t": torch.ones(1)}, step)
     assert layout.list_folders(tmp_path) == ["step-00000004", "step-00000005"]

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from keepstep.api.job import Job
 from keepstep.config import CheckpointSettings
+from keepstep.engines import WhenBusy
 from keepstep.errors import UsageError
 from keepstep.rank.restart import RunStopped
+from keepstep.rank.save import Save
 from keepstep.wire.types import World
 
 
@@ -52,14 +54,32 @@ class FakeSaver:
         self.loads = 0
         self.polls: list[list[int]] = []
         self.finished: list[float] = []
+        self.prepared: list[list[int]] = []
+        self.expected: list[int] = []
+        self.behind: set[int] = set()
+        self.mutated = 0
 
-    def save(self, state: dict[str, object], step: int) -> _Pending:
+    def prepare(self, state: dict[str, object]) -> None:
         """Implements ``engines.Saver``."""
+        self.prepared.append(list(self.saved))
+
+    def expect(self, step: int) -> None:
+        """Implements ``engines.Saver``."""
+        self.expected.append(step)
+
+    def mutates(self) -> None:
+        """Implements ``engines.Saver``."""
+        self.mutated += 1
+
+    def save(self, state: dict[str, object], step: int, when_busy: WhenBusy = "wait") -> Save:
+        """Implements ``engines.Saver``; skips the steps in ``behind`` where it may."""
+        if when_busy == "skip" and step in self.behind:
+            return Save(step, None, "storage is behind")
         self.saved.append(step)
         self.names.append(list(state))
-        return _Pending()
+        return Save(step, _Pending())
 
-    def load(self, state: dict[str, object]) -> int:
+    def load(self, state: dict[str, object], *, strict: bool = True) -> int:
         """Implements ``engines.Saver``."""
         self.loads += 1
         self.names.append(list(state))
@@ -104,8 +124,9 @@ def _job(
     progress: _Progress | None = None,
     every: int = 0,
     at_end: bool = True,
+    when_busy: WhenBusy = "skip",
 ) -> Job:
-    settings = CheckpointSettings(every_steps=every, at_end=at_end)
+    settings = CheckpointSettings(every_steps=every, at_end=at_end, when_busy=when_busy)
     return Job(world(), settings, saver or FakeSaver(), progress or _Progress(), dict)
 
 
@@ -277,3 +298,76 @@ def test_sections_nest_and_end_also_when_they_raise() -> None:
 
 def test_the_place_of_the_rank_is_told() -> None:
     assert (_job().world.rank, _job().world.size) == (0, 1)
+
+
+# --- saves that may be skipped --------------------------------------------------------------------
+
+
+def test_a_due_save_is_announced_when_its_step_begins_and_may_be_skipped() -> None:
+    saver = FakeSaver()
+    saver.behind = {4}
+    job = _job(saver, every=2)
+    for step in job.steps(7):
+        assert saver.expected == [due for due in (2, 4, 6) if due <= step]
+    assert saver.saved == [2, 6, 7]
+    assert job.saving == 7
+
+
+def test_the_last_save_of_a_run_waits_instead() -> None:
+    saver = FakeSaver()
+    saver.behind = {2, 4}
+    for _ in _job(saver, every=2).steps(4):
+        pass
+    assert (saver.expected, saver.saved) == ([2], [4])
+
+
+def test_without_a_save_at_the_end_the_last_due_one_is_like_any_other() -> None:
+    saver = FakeSaver()
+    saver.behind = {4}
+    job = _job(saver, every=2, at_end=False)
+    for _ in job.steps(4):
+        pass
+    assert (saver.expected, saver.saved, job.saving) == ([2, 4], [2], 2)
+
+
+def test_the_setting_wait_asks_nobody_and_skips_nothing() -> None:
+    saver = FakeSaver()
+    saver.behind = {2, 4}
+    for _ in _job(saver, every=2, when_busy="wait").steps(5):
+        pass
+    assert (saver.expected, saver.saved) == ([], [2, 4, 5])
+
+
+def test_a_save_at_will_waits_and_a_stop_saves_what_was_to_be_skipped() -> None:
+    saver = FakeSaver()
+    saver.behind = {2}
+    progress = _Progress(stop_after=2)
+    job = _job(saver, progress, every=2)
+    with pytest.raises(RunStopped):
+        for _ in job.steps(9):
+            pass
+    assert saver.saved == [2]
+    job.save()
+    assert saver.saved == [2, 2]
+
+
+def test_memory_is_made_once_after_the_first_step_if_saves_are_scheduled() -> None:
+    saver = FakeSaver()
+    for _ in _job(saver, every=3).steps(7):
+        pass
+    assert saver.prepared == [[]], "before the first save"
+    own = FakeSaver()
+    job = _job(own)
+    for _ in job.steps(4):
+        pass
+    assert own.prepared == []
+    first = FakeSaver()
+    for _ in _job(first, every=1).steps(3):
+        pass
+    assert first.prepared == [], "the first save makes it"
+
+
+def test_mutates_waits_for_the_copy_in_progress() -> None:
+    saver = FakeSaver()
+    _job(saver).mutates()
+    assert saver.mutated == 1

@@ -14,6 +14,23 @@ from keepstep.shm import Phase
 from keepstep.wire.types import Version
 
 
+class FakeControl:
+    """What a rank is answered: nothing, unless it stands in ``answers`` by round and step."""
+
+    def __init__(self) -> None:
+        self.on_stop: object = None
+        self.sent: list[object] = []
+        self.answers: dict[tuple[int, int], str] = {}
+
+    def send(self, message: object) -> None:
+        """As the control's."""
+        self.sent.append(message)
+
+    def wait_answer(self, round: int, step: int) -> str | None:
+        """As the control's; None: the round is aborted."""
+        return self.answers.get((round, step))
+
+
 class FakeRuntime:
     """``Runtime`` without board, socket or process."""
 
@@ -22,7 +39,7 @@ class FakeRuntime:
         self.config = dataclasses.replace(Config(), checkpoint=checkpoint)
         self.start = SimpleNamespace(run="demo", rank=1, inc=0)
         self.run_dir = root / "run"
-        self.control = SimpleNamespace(on_stop=None)
+        self.control = FakeControl()
         self.recorder = self
         self.driven = False
         self.emitted: list[tuple[str, int | None]] = []
@@ -61,7 +78,25 @@ class FakeShardWriter:
         self.last_bytes = 40
         self.begun: list[tuple[Version, Path]] = []
         self.loaded: list[Path] = []
+        self.prepared: list[tuple[int, int]] = []
+        self.settled = self.mutated = 0
         self._error = error
+
+    def size_of(self, state: Mapping[str, object]) -> int:
+        """As the native writer's."""
+        return 40
+
+    def prepare(self, size: int, slots: int) -> None:
+        """As the native writer's."""
+        self.prepared.append((size, slots))
+
+    def settle(self) -> None:
+        """As the native writer's."""
+        self.settled += 1
+
+    def mutates(self) -> None:
+        """As the native writer's."""
+        self.mutated += 1
 
     def begin(self, state: Mapping[str, object], version: Version, folder: Path) -> PendingWrite:
         """Implements ``ports.ShardWriter``."""

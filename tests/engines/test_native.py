@@ -9,10 +9,12 @@ import pytest
 
 from keepstep.config import Config
 from keepstep.engines.native import LaunchedSaver, NativeEngine
-from keepstep.errors import CheckpointCorrupt, SaveFailed
+from keepstep.errors import CheckpointCorrupt, NotEnoughMemory, RestartSignal, SaveFailed
 from keepstep.rank.runtime import Runtime
 from keepstep.rank.shard_writer import NativeShardWriter
+from keepstep.rank.slots import SlotPool
 from keepstep.shm import Phase
+from keepstep.wire.messages import SaveAsk
 from keepstep.wire.types import Version, World
 from tests.engines.fakes import FakeRuntime, FakeShardWriter
 
@@ -29,8 +31,29 @@ _WORLD = World(
 )
 
 
-def _saver(runtime: FakeRuntime, writer: FakeShardWriter, world: World = _WORLD) -> LaunchedSaver:
-    return LaunchedSaver(cast(Runtime, runtime), cast(NativeShardWriter, writer), world)
+class _Pool:
+    """Slots, of which ``error`` says that they could not be made."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.reclaimed = 0
+
+    def reclaim(self) -> None:
+        self.reclaimed += 1
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def _saver(
+    runtime: FakeRuntime,
+    writer: FakeShardWriter,
+    world: World = _WORLD,
+    pool: _Pool | None = None,
+) -> LaunchedSaver:
+    slots = cast(SlotPool, pool or _Pool())
+    return LaunchedSaver(cast(Runtime, runtime), cast(NativeShardWriter, writer), slots, world)
 
 
 def test_a_save_names_the_version_of_the_round_and_frames_the_copy_with_events(
@@ -89,3 +112,47 @@ def test_an_engine_that_never_ran_ends_with_0_and_closes_twice(
     assert engine.exit_code == 0
     engine.close()
     engine.close()
+
+
+def test_the_coordinator_is_asked_when_the_step_begins_and_its_answer_counts_when_it_ends(
+    tmp_path: Path,
+) -> None:
+    runtime, writer = FakeRuntime(tmp_path), FakeShardWriter()
+    saver = _saver(runtime, writer)
+    runtime.control.answers = {(3, 15): "", (3, 20): "2 saves are still being written"}
+    saver.expect(15)
+    saver.expect(15)
+    assert runtime.control.sent == [SaveAsk(inc=0, round=3, step=15)]
+    assert not saver.save({}, 15, "skip").skipped
+    # An own loop does not say when a step begins: then it is asked now.
+    skipped = saver.save({}, 20, "skip")
+    assert runtime.control.sent[1:] == [SaveAsk(inc=0, round=3, step=20)]
+    assert skipped.skipped and skipped.done() and skipped.staged()
+    assert skipped.reason == "2 saves are still being written"
+    skipped.wait(0.0)
+    assert [version.step for version, _ in writer.begun] == [15]
+    assert [step for _, step in runtime.emitted] == [15, 15], "the coordinator tells of the skip"
+    assert not saver.save({}, 20, "wait").skipped, "nobody is asked"
+    assert len(runtime.control.sent) == 2
+
+
+def test_a_round_that_is_aborted_before_the_answer_unwinds(tmp_path: Path) -> None:
+    runtime, writer = FakeRuntime(tmp_path), FakeShardWriter()
+    with pytest.raises(RestartSignal):
+        _saver(runtime, writer).save({}, 15, "skip")
+    assert writer.begun == []
+
+
+def test_memory_is_asked_for_ahead_and_its_lack_is_told_at_the_next_step(tmp_path: Path) -> None:
+    runtime, writer = FakeRuntime(tmp_path), FakeShardWriter()
+    pool = _Pool()
+    saver = _saver(runtime, writer, pool=pool)
+    assert (pool.reclaimed, writer.settled) == (1, 1), "what the round before left"
+    saver.prepare({})
+    assert writer.prepared == [(40, runtime.config.checkpoint.slots)]
+    saver.poll()
+    pool.error = NotEnoughMemory("3 GB are needed")
+    with pytest.raises(NotEnoughMemory, match="3 GB"):
+        saver.poll()
+    saver.mutates()
+    assert writer.mutated == 1

@@ -131,16 +131,16 @@ def test_slots_come_with_their_descriptors_in_order(rank: _Rank) -> None:
     made = [os.memfd_create(f"test-{number}") for number in range(2)]
     for number, fd in enumerate(made):
         os.write(fd, b"%d" % number)
-        rank.agent.send(SlotGrant(slot=number, size=1), (fd,))
+        rank.agent.send(SlotGrant(slot=number, size=1, of=2), (fd,))
         os.close(fd)
-    grants = rank.control.take_grants(2, _LIMIT_S)
+    grants = rank.control.take_grants(_LIMIT_S)
     contents = []
     for slot, size, fd in grants:
         contents.append((slot, size, os.pread(fd, 1, 0)))
         os.close(fd)
     assert contents == [(0, 1, b"0"), (1, 1, b"1")]
     with pytest.raises(InternalError, match="no staging slots within 0 s"):
-        rank.control.take_grants(1, 0.01)
+        rank.control.take_grants(0.01)
 
 
 def test_callbacks_get_freed_slots_and_results_of_saves(rank: _Rank) -> None:

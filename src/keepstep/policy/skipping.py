@@ -1,4 +1,5 @@
-"""Whether a save that is due is begun, or skipped because storage is behind. Pure.
+"""What is said of saves that storage holds up: whether one that is due is skipped, and what was
+tried again. Pure.
 
 Asked by the coordinator, and by the ranks where there is none.
 """
@@ -24,4 +25,12 @@ def skip_line(step: int, reason: str) -> str:
     return (
         f"checkpoint of step {step} was skipped: {reason}; storage is slower than the schedule, "
         "save less often (checkpoint.every_steps)"
+    )
+
+
+def retry_line(step: int, rank: int, attempt: int, error: str) -> str:
+    """One line for people about a shard that storage refused and that is tried again."""
+    return (
+        f"checkpoint of step {step}: storage refused the shard of rank {rank} (attempt {attempt}), "
+        f"it is tried again: {error}"
     )

@@ -20,6 +20,7 @@ from keepstep import memory
 from keepstep.checkpoint import layout
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import InternalError, SaveFailed
+from keepstep.policy.skipping import retry_line
 from keepstep.rank.shard_writer import Slot
 from keepstep.rank.slots import HEADROOM, Made, SlotPool
 from keepstep.wire.channel import Channel, Closed, pair
@@ -298,6 +299,8 @@ class LocalStaging:
 
     def _take(self, message: FROM_WRITER) -> None:
         if isinstance(message, ShardRetry):
+            line = retry_line(message.version.step, self._rank, message.attempt, message.error)
+            sys.stderr.write(f"keepstep: {line}\n")
             return  # the slot stays the writer's
         with self._changed:
             if isinstance(message, Committed):
