@@ -32,6 +32,8 @@ from keepstep.wire.types import Version
 MANIFEST = "manifest.json"
 VERSION_FILE = "version.json"
 PINNED = "pinned"
+RECORDS = ("leases", "terms")
+"""Folders beside those of the checkpoints, of small files that say who saves here."""
 _MAX_SAME_NAME = 1000
 _FOLDER = re.compile(r"step-([0-9]{8,18})(?:\.t([0-9]{1,18})r([0-9]{1,18})(?:-[0-9]{1,4})?)?")
 _TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp", re.DOTALL)
