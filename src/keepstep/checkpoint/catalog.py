@@ -175,8 +175,8 @@ def _overtaken(root: Path, folder: str, infos: list[CheckpointInfo]) -> bool:
 def remove_temporary(root: Path, exclude: Collection[str] = ()) -> list[Path]:
     """Remove unfinished forms of files that killed processes left in ``root`` and in its folders.
 
-    Only those that were last touched before the newest manifest was published, in the root and in
-    committed folders but the newest: nobody writes into those any more.
+    Only those that were last touched before the newest manifest was published, in the root, beside
+    its leases and terms, and in committed folders but the newest: nobody writes those any more.
 
     Args:
         root: Folder of all checkpoints.
@@ -193,7 +193,8 @@ def remove_temporary(root: Path, exclude: Collection[str] = ()) -> list[Path]:
         return []
     newest_folder = max(published_at, key=lambda folder: published_at[folder])
     removed: list[Path] = []
-    for place in [root, *(root / one for one in published_at if one != newest_folder)]:
+    places = [root, *(root / one for one in published_at if one != newest_folder)]
+    for place in (*places, *(root / name for name in layout.RECORDS)):
         if place.name in exclude:
             continue
         with contextlib.suppress(FileNotFoundError), os.scandir(place) as entries:
