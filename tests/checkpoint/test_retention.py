@@ -229,7 +229,9 @@ def test_sweeping_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path
     write(tmp_path, make_version(2), 0)
     _, flying = write(tmp_path, make_version(3), 0)
     names = [".rank-00000.safetensors.77-0123abcd.tmp", ".manifest.json.77-0123abcd.tmp"]
+    (tmp_path / "terms").mkdir()
     stale = [tmp_path / old / name for name in names] + [tmp_path / names[0]]
+    stale.append(tmp_path / "terms" / ".2.77-0123abcd.tmp")
     kept = [tmp_path / old / ".hidden.tmp", tmp_path / flying / names[0], tmp_path / "notes.tmp"]
     for file in (*stale, *kept):
         file.write_text("x")
