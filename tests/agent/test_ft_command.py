@@ -159,6 +159,7 @@ def test_a_script_gets_what_was_typed_although_the_launcher_replaces_macros(argu
     assert Template(handed).safe_substitute(local_rank="0") == argument
 
 
+@pytest.mark.process
 def test_the_installed_launcher_takes_the_command() -> None:
     """Its own parser reads it, and its own configuration understands the values."""
     try:

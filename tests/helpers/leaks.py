@@ -12,7 +12,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,17 +25,40 @@ _SHM = Path("/dev/shm")
 _FREE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
 
 
+_strangers: dict[str, set[int]] = {}
+"""By mark, processes that were nobody's of ours at the last look: they do not become it, and there
+are two looks a test on a machine that may have many."""
+
+
 def processes(mark: str) -> set[psutil.Process]:
     """Living processes below this one, or started below it with ``MARK`` set to ``mark``."""
-    found = set(psutil.Process().children(recursive=True))
+    there = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+    strangers = _strangers.get(mark, set()) & there
     wanted = f"{MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    found = set()
+    known = set(strangers)
+    for pid in there - strangers:
         with contextlib.suppress(OSError, psutil.Error):
-            if mark and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(psutil.Process(int(entry.name)))
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if _below(pid, known) or (mark and wanted in environment.split(b"\0")):
+                found.add(psutil.Process(pid))
+            elif environment:  # it has none for a moment while it begins another program
+                strangers.add(pid)
+    _strangers[mark] = strangers
     return {process for process in found if _lives(process)}
+
+
+def _below(pid: int, strangers: set[int]) -> bool:
+    """Whether ``pid`` is a descendant of this process; no stranger is an ancestor of one."""
+    while pid > 1 and pid not in strangers:
+        if pid == os.getpid():
+            return True
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        pid = int(state.rpartition(")")[2].split()[1])
+    return False
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -73,9 +96,11 @@ def segments() -> set[str]:
     return {path.name for path in _SHM.iterdir()} if _SHM.is_dir() else set()
 
 
-def _held_elsewhere(names: Iterable[str]) -> set[str]:
+def _held_elsewhere(names: Collection[str]) -> set[str]:
     """Which of ``names`` other processes have mapped: those are not this test's."""
     held: set[str] = set()
+    if not names:
+        return held
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             text = maps.read_text(encoding="utf-8", errors="replace")

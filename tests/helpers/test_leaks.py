@@ -107,3 +107,15 @@ def test_a_changed_environment_is_found_and_put_back(
     ]
     assert os.environ["LEAK_KEPT"] == "old"
     assert "LEAK_NEW" not in os.environ
+
+
+def test_whoever_was_no_child_of_a_test_is_not_looked_at_again_but_new_ones_are() -> None:
+    mark = os.environ[MARK]
+    leaks.processes(mark)
+    assert os.getppid() in leaks._strangers[mark]
+    with subprocess.Popen(["sleep", "60"], env={"HOME": "/"}) as child:  # without the mark
+        try:
+            assert psutil.Process(child.pid) in leaks.processes(mark)
+            assert psutil.Process(child.pid) in leaks.processes(mark)
+        finally:
+            child.kill()

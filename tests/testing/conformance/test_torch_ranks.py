@@ -17,6 +17,8 @@ from keepstep.testing.conformance import torch_ranks, torch_states
 from keepstep.testing.conformance.torch_ranks import CHECKS, Here
 from keepstep.wire.types import Version
 
+pytestmark = pytest.mark.process  # each writer has a process of its own
+
 
 class Right:
     """The native writer, as something to derive from."""
