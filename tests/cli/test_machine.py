@@ -156,27 +156,27 @@ def test_the_address_of_another_machine_is_refused() -> None:
 
 def test_the_folders_are_made_and_say_which_run_they_hold(tmp_path: Path) -> None:
     run_dir, log_dir = tmp_path / "a" / "b", tmp_path / "logs"
-    prepare_folders(run_dir, log_dir, "job7")
-    prepare_folders(run_dir, log_dir, "job7")
+    prepare_folders(run_dir, log_dir, "job7", 30.0)
+    prepare_folders(run_dir, log_dir, "job7", 30.0)
     assert ThisMachine({}).stored_run_id(run_dir) == "job7"
     assert [path.name for path in run_dir.iterdir()] == [RUN_FILE]
     assert list(log_dir.iterdir()) == []
 
 
 def test_a_folder_that_another_run_took_meanwhile_is_not_used(tmp_path: Path) -> None:
-    prepare_folders(tmp_path, tmp_path, "job7")
+    prepare_folders(tmp_path, tmp_path, "job7", 30.0)
     with pytest.raises(UsageError, match="was taken by another run, job7"):
-        prepare_folders(tmp_path, tmp_path, "job8")
+        prepare_folders(tmp_path, tmp_path, "job8", 30.0)
     assert ThisMachine({}).stored_run_id(tmp_path) == "job7"
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_its_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file/run cannot be written to: Not a dir") as caught:
-        prepare_folders(tmp_path / "file" / "run", tmp_path, "job7")
+        prepare_folders(tmp_path / "file" / "run", tmp_path, "job7", 30.0)
     assert "--run-dir" in caught.value.advice
     with pytest.raises(UsageError) as caught:
-        prepare_folders(tmp_path / "run", tmp_path / "file", "job7")
+        prepare_folders(tmp_path / "run", tmp_path / "file", "job7", 30.0)
     assert "--log-dir" in caught.value.advice
 
 

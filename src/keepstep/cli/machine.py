@@ -18,6 +18,7 @@ import msgspec
 
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import UsageError
+from keepstep.health import CheckpointFolder
 
 RUN_FILE = "run.json"
 _NOTHING_STARTED = "Nothing was started"
@@ -165,13 +166,19 @@ def check_address(host: str, port: int) -> None:
         ) from error
 
 
-def prepare_folders(run_dir: Path, log_dir: Path, run_id: str) -> None:
+def prepare_folders(run_dir: Path, log_dir: Path, run_id: str, limit_s: float) -> None:
     """Make the run's folders and note in the run folder which run it holds.
+
+    Args:
+        run_dir, log_dir: The folders. run_id: the run.
+        limit_s: How long storage may take to answer.
 
     Raises:
         UsageError: a folder cannot be made or written to.
     """
     for folder, flag in ((run_dir, "--run-dir"), (log_dir, "--log-dir")):
+        if flag == "--run-dir" or not folder.is_relative_to(run_dir):
+            _refuse_silent(folder, flag, limit_s)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as probe:
@@ -196,6 +203,16 @@ def prepare_folders(run_dir: Path, log_dir: Path, run_id: str) -> None:
             f"{run_dir} was taken by another run, {stored}, in this moment",
             done=_NOTHING_STARTED,
             advice="Choose another folder with --run-dir",
+        )
+
+
+def _refuse_silent(folder: Path, flag: str, limit_s: float) -> None:
+    """Try ``folder`` in another process first: frozen storage would block this one for good."""
+    if CheckpointFolder(folder, limit_s=limit_s).answer() is None:
+        raise UsageError(
+            f"no answer from the disk of {folder} in {limit_s:g} s",
+            done=_NOTHING_STARTED,
+            advice=f"Choose another one with {flag}",
         )
 
 

@@ -65,7 +65,8 @@ def run(argv: list[str], options: dict[str, object], target: str, args: list[str
     if options.get(DRY_RUN):
         print(dry_run(launch, environ, python=sys.executable, version=found.nvrx), end="")
         return ExitCode.OK
-    prepare_folders(launch.run_dir, launch.log_dir, launch.run_id)
+    limit_s = launch.config.checkpoint.stall_s
+    prepare_folders(launch.run_dir, launch.log_dir, launch.run_id, limit_s)
     from keepstep.agent.launch import launch as start
 
     return start(launch)

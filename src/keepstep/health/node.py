@@ -49,7 +49,8 @@ class CheckpointFolder:
         self.limit_s = limit_s
         self.command: tuple[str, ...] = (sys.executable, "-I", "-S", str(probe.__file__))
 
-    def __call__(self) -> Finding:
+    def answer(self) -> bytes | None:
+        """What the trial says; None if it did not end."""
         child = subprocess.Popen(
             [*self.command, str(self.folder)],
             stdin=subprocess.DEVNULL,
@@ -57,9 +58,14 @@ class CheckpointFolder:
             stderr=subprocess.DEVNULL,
         )
         try:
-            answer, _ = child.communicate(timeout=self.limit_s)
+            return child.communicate(timeout=self.limit_s)[0]
         except subprocess.TimeoutExpired:
             _abandon(child)
+            return None
+
+    def __call__(self) -> Finding:
+        answer = self.answer()
+        if answer is None:
             return self._bad(f"no answer from its disk in {self.limit_s:g} s")
         try:
             seen = msgspec.json.decode(answer, type=_Probed)
