@@ -101,7 +101,8 @@ def test_what_is_staged_is_the_state_at_the_call() -> None:
     assert header.decode_values()["d"]["state"] == {"epoch": 1}
     assert (of, header.version) == (version(3), version(3))
     assert staging.asked == [(size, 5.0)]
-    assert (writer.last, writer.last_bytes, writer.last_copy_s) == (pending, size, 1.0)
+    assert (writer.last, writer.last_bytes) == (pending, size)
+    assert writer.last_copy_s > 0
     writer.close()
 
 
