@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from keepstep.coordinator.saves import Ready, Saves, Settled
+from keepstep.coordinator.saves import Asked, Ready, Saves, Settled
 from keepstep.wire.types import Version
 
 LIMIT_S = 60.0
@@ -236,3 +238,150 @@ def test_the_same_step_may_be_saved_again_after_all_have_staged_the_failed_save(
     assert [state.staged(rank, version(), 2.0) for rank in range(WORLD)] == [""] * WORLD
     assert state.pending(5)
     assert persist(state, version())
+
+
+# --- skipping ------------------------------------------------------------------------------------
+
+
+def test_a_due_save_begins_while_fewer_are_open_than_slots_and_all_ranks_hear_the_same() -> None:
+    state = saves()
+    assert state.ask(0, 1, 5, 0.0) == Asked("", True)
+    assert state.ask(1, 1, 5, 0.1) == Asked("", False)
+    stage(state, version(5), now=1.0)
+    assert state.ask(2, 1, 10, 2.0) == Asked("", True)
+    stage(state, version(10), now=3.0)
+    refused = state.ask(0, 1, 15, 4.5)
+    assert refused == Asked("2 saves are still being written, the oldest (step 5) for 3.5 s", True)
+    persist(state, version(5))
+    state.commit_done(version(5), 5.0)
+    # The answer was given once: a rank that asks later gets it too.
+    assert state.ask(1, 1, 15, 6.0) == Asked(refused.reason, False)
+    assert state.ask(2, 1, 15, 6.0) == Asked(refused.reason, False)
+    assert state.ask(0, 1, 20, 7.0) == Asked("", True)
+
+
+def test_a_save_that_may_begin_counts_before_anybody_has_staged_it() -> None:
+    state = saves()
+    assert state.ask(0, 1, 1, 0.0) == Asked("", True)
+    assert state.ask(0, 1, 2, 1.0) == Asked("", True)
+    third = state.ask(0, 1, 3, 2.0)
+    assert third is not None and "2 saves" in third.reason
+
+
+def test_another_round_gets_no_answer_and_a_restart_forgets_the_old_ones() -> None:
+    state = saves()
+    state.ask(0, 1, 5, 0.0)
+    stage(state, version(4), now=0.0)
+    refused = state.ask(0, 1, 6, 1.0)
+    assert refused is not None and refused.reason
+    persist(state, version(4))
+    state.commit_done(version(4), 1.0)
+    state.resume(4, 2)
+    assert state.ask(1, 1, 6, 2.0) is None
+    assert state.ask(1, 2, 6, 2.0) == Asked("", True)
+
+
+def test_the_rank_with_the_fewest_slots_counts() -> None:
+    state = Saves(WORLD, LIMIT_S, slots=2)
+    state.limit_slots(1)
+    state.limit_slots(2)
+    state.ask(0, 1, 5, 0.0)
+    stage(state, version(5))
+    refused = state.ask(0, 1, 10, 1.0)
+    assert refused is not None and refused.reason.startswith("1 save is")
+
+
+def test_a_save_that_was_given_up_holds_its_slots_until_the_writer_is_done_with_them() -> None:
+    state = Saves(WORLD, LIMIT_S, slots=1)
+    stage(state, version(5))
+    assert state.late(LIMIT_S + 1)
+    refused = state.ask(0, 1, 10, LIMIT_S + 2)
+    assert refused is not None and "step 5" in refused.reason
+    for rank in range(WORLD):
+        assert state.ask(0, 1, 11 + rank, LIMIT_S + 3) != Asked("", True)
+        state.shard_over(rank, version(5))
+    assert state.ask(0, 1, 20, LIMIT_S + 4) == Asked("", True)
+
+
+def test_answers_are_not_kept_for_ever() -> None:
+    state = saves()
+    for step in range(1, 1000):
+        for rank in range(WORLD):
+            state.ask(rank, 1, step, float(step))
+    assert len(state._asked) < 50
+
+
+class _Job(RuleBasedStateMachine):
+    """Ranks that ask, stage, finish and restart in any order; every answer is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = Saves(WORLD, LIMIT_S, slots=2)
+        self.now = 0.0
+        self.round = 1
+        self.told: dict[tuple[int, int], str] = {}
+        self.asked: dict[int, int] = dict.fromkeys(range(WORLD), 0)
+        self.open: dict[Version, set[int]] = {}
+        """Versions begun, and the ranks whose shards are being written."""
+        self.unfinished: set[Version] = set()
+        self.over: set[Version] = set()
+
+    def _next(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    @rule(rank=st.integers(0, WORLD - 1))
+    def ask(self, rank: int) -> None:
+        step = self.asked[rank] + 1
+        used = {v for v, ranks in self.open.items() if ranks} | self.unfinished
+        admitted = {
+            step
+            for (round, step), reason in self.told.items()
+            if round == self.round and not reason and version(step, self.round) not in self.open
+        }
+        answer = self.state.ask(rank, self.round, step, self._next())
+        assert answer is not None
+        assert answer.first == ((self.round, step) not in self.told)
+        assert self.told.setdefault((self.round, step), answer.reason) == answer.reason
+        if answer.first:
+            assert bool(answer.reason) == (len(used) + len(admitted) >= 2)
+        self.asked[rank] = step
+        if not answer.reason:
+            which = version(step, self.round)
+            self.state.staged(rank, which, self._next())
+            self.open.setdefault(which, set()).add(rank)
+            self.unfinished |= {which} - self.over
+
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        shards = [(v, rank) for v, ranks in self.open.items() for rank in ranks]
+        if not shards:
+            return
+        which, rank = data.draw(st.sampled_from(shards))
+        self.open[which].discard(rank)
+        if data.draw(st.booleans()):
+            if self.state.durable(rank, which, "folder", 10, self._next()):
+                self.state.commit_done(which, self._next())
+                self._settled(which)
+        else:
+            self.state.shard_over(rank, which)
+            self.state.failed(which, "no space")
+            self._settled(which)
+
+    def _settled(self, which: Version) -> None:
+        self.unfinished.discard(which)
+        self.over.add(which)
+
+    @rule()
+    def restart(self) -> None:
+        self.round += 1
+        self.asked = dict.fromkeys(range(WORLD), self.state.committed)
+        self.unfinished = {v for v in self.unfinished if v.step <= self.state.committed}
+        self.state.resume(self.state.committed, self.round)
+
+    @rule(rank=st.integers(0, WORLD - 1), step=st.integers(1, 9))
+    def ask_from_an_older_round(self, rank: int, step: int) -> None:
+        assert self.state.ask(rank, self.round - 1, step, self._next()) is None
+
+
+TestSkipping = _Job.TestCase
