@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
 
 import keepstep
 from keepstep import linux, shm
@@ -243,3 +246,51 @@ def test_a_process_that_has_ended_has_no_memory_any_more() -> None:
     wait_until(lambda: linux.ending(child.pid), "it is a zombie")
     child.communicate()
     assert linux.ending(child.pid)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_every_page_has_its_memory_afterwards(
+    old_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if old_kernel:
+        monkeypatch.setattr(linux, "_POPULATE_WRITE", 9999)
+    size = (17 << 20) + 4096
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    with mmap.mmap(fd, size) as buffer:
+        assert os.fstat(fd).st_blocks == 0
+        assert linux.populate(buffer, fd)
+        assert os.fstat(fd).st_blocks * 512 == size
+        assert buffer[size - 1] == 0
+    os.close(fd)
+
+
+def test_what_is_there_stays_and_the_rest_is_left_when_it_is_told_to_stop() -> None:
+    size = 64 << 20
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    asked: list[bool] = []
+
+    def stopped() -> bool:
+        asked.append(len(asked) == 2)
+        return asked[-1]
+
+    with mmap.mmap(fd, size) as buffer:
+        buffer[5] = 7
+        assert not linux.populate(buffer, fd, stopped)
+        assert os.fstat(fd).st_blocks * 512 == 32 << 20
+        assert buffer[5] == 7
+    os.close(fd)
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_no_signal() -> None:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 1 << 20)
+    with mmap.mmap(fd, 1 << 20) as buffer:
+        os.ftruncate(fd, 4096)  # pages that no longer exist
+        with pytest.raises(OSError, match=r"Bad address|allocate"):
+            linux.populate(buffer, fd)
+    os.close(fd)

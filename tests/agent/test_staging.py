@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from keepstep import memory
 from keepstep.agent.staging import Freed, Slots
+from keepstep.errors import NotEnoughMemory
 from keepstep.wire.channel import Channel, pair
 from keepstep.wire.messages import (
     FROM_WRITER,
@@ -161,3 +163,96 @@ def test_a_new_writer_gets_what_the_dead_one_left_unfinished(slots: Slots, write
         freed = [slots.written(_written(ticket)) for ticket in tickets]
     assert freed == [Freed(owner=7, number=left.slot), Freed(owner=7, number=late.slot)]
     assert slots.writing == 0
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+_SLOT = 1 << 20
+
+
+@pytest.fixture
+def node() -> Iterator[tuple[Slots, list[int]]]:
+    """Slots of a node of which the test says how many bytes it has left."""
+    left = [0]
+
+    def room() -> memory.Room:
+        return memory.Room(left[0], 64 * _SLOT, "the test's memory")
+
+    with contextlib.closing(Slots("/checkpoints", room=room)) as made:
+        yield made, left
+
+
+def test_the_first_rank_that_asks_gets_slots_only_if_there_is_memory_for_all(
+    node: tuple[Slots, list[int]],
+) -> None:
+    slots, left = node
+    left[0] = 9 * _SLOT  # 1 of that is kept free
+    granted = slots.ask(7, _SLOT, 2, [7, 8, 9, 10])
+    assert [grant.of for grant, _ in granted.grants] == [2, 2]
+    assert "8.4 MB" in granted.line and "4 ranks" in granted.line
+    # Nobody has touched them yet: what is left is promised to the others.
+    assert len(slots.ask(8, _SLOT, 2, [7, 8, 9, 10]).grants) == 2
+    left[0] = 6 * _SLOT
+    with pytest.raises(NotEnoughMemory, match=r"8 MB|4\.2 MB of that is promised"):
+        slots.ask(9, 2 * _SLOT, 2, [7, 8, 9, 10])
+
+
+def test_memory_that_is_touched_is_not_counted_twice(node: tuple[Slots, list[int]]) -> None:
+    slots, left = node
+    left[0] = 5 * _SLOT
+    for _, fd in slots.ask(7, _SLOT, 2, [7, 8]).grants:
+        os.pwrite(fd, bytes(_SLOT), 0)
+    left[0] = 3 * _SLOT
+    assert len(slots.ask(8, _SLOT, 2, [7, 8]).grants) == 2
+
+
+def test_if_not_all_fit_every_rank_gets_one_and_it_is_said(node: tuple[Slots, list[int]]) -> None:
+    slots, left = node
+    left[0] = 4 * _SLOT
+    granted = slots.ask(7, _SLOT, 2, [7, 8, 9])
+    assert len(granted.grants) == 1
+    assert "2 copies do not fit" in granted.line
+    left[0] = 60 * _SLOT  # others get no more than the first, or some would skip and some not
+    again = slots.ask(8, _SLOT, 2, [7, 8, 9])
+    assert (len(again.grants), again.line) == (1, "")
+
+
+def test_if_not_even_one_fits_nothing_is_taken(node: tuple[Slots, list[int]]) -> None:
+    slots, left = node
+    left[0] = 3 * _SLOT
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotEnoughMemory, match="the test's memory"):
+        slots.ask(7, _SLOT, 2, [7, 8, 9])
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_whose_old_slots_are_still_read_asks_for_new_ones_beside_them(
+    node: tuple[Slots, list[int]], writer: _Writer
+) -> None:
+    slots, left = node
+    left[0] = 3 * _SLOT
+    ((grant, fd),) = slots.ask(7, _SLOT, 1, [7]).grants
+    os.pwrite(fd, bytes(_SLOT), 0)
+    slots.write(3, _staged(grant.slot), writer.channel)
+    left[0] = 2 * _SLOT
+    with pytest.raises(NotEnoughMemory):
+        slots.ask(7, 2 * _SLOT, 1, [7])
+
+
+def test_the_line_about_memory_is_said_once_and_again_if_slots_become_larger(
+    node: tuple[Slots, list[int]],
+) -> None:
+    slots, left = node
+    left[0] = 60 * _SLOT
+    assert slots.ask(7, _SLOT, 1, [7, 8]).line
+    assert not slots.ask(8, _SLOT + 4096, 1, [7, 8]).line
+    assert slots.ask(7, 2 * _SLOT, 1, [7, 8]).line
+
+
+def test_the_writer_is_told_how_often_to_try_again(writer: _Writer) -> None:
+    with contextlib.closing(Slots("/checkpoints", 4)) as slots:
+        ((grant, _),) = _granted(slots, 7, 4096, 1)
+        slots.write(3, _staged(grant.slot), writer.channel)
+        message, received = writer.take()
+        os.close(received)
+        assert message.retries == 4

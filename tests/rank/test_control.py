@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from keepstep.errors import InternalError
+from keepstep.errors import InternalError, NotEnoughMemory
 from keepstep.rank.control import Control
 from keepstep.wire.channel import Channel, pair
 from keepstep.wire.messages import (
@@ -20,9 +20,11 @@ from keepstep.wire.messages import (
     Finish,
     Go,
     Hello,
+    SaveAnswer,
     SaveResult,
     SlotFree,
     SlotGrant,
+    SlotsDenied,
     StopAt,
     StoreReply,
 )
@@ -191,3 +193,26 @@ def test_the_process_ends_when_its_agent_is_gone(rank: _Rank) -> None:
     assert rank.ended.wait(_LIMIT_S)
     rank.control.send(Hello(pid=1))
     assert rank.codes == [70, 70]
+
+
+def test_a_refusal_of_memory_is_raised_where_slots_are_awaited(rank: _Rank) -> None:
+    rank.control.start()
+    rank.agent.send(SlotsDenied(error="3 GB are needed"))
+    with pytest.raises(NotEnoughMemory, match="3 GB are needed"):
+        rank.control.take_grants(_LIMIT_S)
+    with pytest.raises(InternalError):
+        rank.control.take_grants(0.0)
+
+
+def test_the_answer_about_a_save_is_taken_once_and_older_ones_are_forgotten(rank: _Rank) -> None:
+    control = rank.control
+    control.start()
+    for step, reason in ((5, ""), (10, "busy"), (15, "")):
+        rank.agent.send(SaveAnswer(round=2, step=step, reason=reason))
+    rank.agent.send(SaveAnswer(round=3, step=1, reason="busy"))
+    assert control.wait_answer(2, 10) == "busy"
+    assert control.wait_answer(2, 15) == ""
+    rank.agent.send(Abort(round=2, reason="rank 1 failed"))
+    assert control.wait_answer(2, 5) is None
+    assert control.wait_answer(2, 10) is None
+    assert control.wait_answer(3, 1) == "busy"
