@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from keepstep.errors import CheckpointError, NotEnoughMemory, SaveFailed
-from keepstep.rank import admission, room
+from keepstep.rank import exchange, room
 from keepstep.rank.admission import Account, Admission, Report, busy
 from keepstep.rank.room import Need
 from keepstep.rank.save import Save
@@ -50,8 +50,8 @@ class _Ranks:
         self._here = threading.local()
         self._barrier = threading.Barrier(world)
         self._given: list[Any] = [None] * world
-        monkeypatch.setattr(admission.exchange, "numbers", self._gather)
-        monkeypatch.setattr(admission.exchange, "gather", self._gather)
+        monkeypatch.setattr(exchange, "numbers", self._gather)
+        monkeypatch.setattr(exchange, "gather", self._gather)
 
     def _gather(self, value: Any) -> list[Any]:
         self._given[self._here.rank] = value
