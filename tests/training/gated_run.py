@@ -20,6 +20,8 @@ SCRIPT = Path(__file__).with_name("gated_train.py")
 STEPS = 30
 EVERY = 5
 LIMIT_S = 240.0
+WAITING = ("--set", "checkpoint.when_busy=wait")
+"""Each save that is due is made, however slow storage is here: which ones there are is known."""
 
 
 class Launch(Job):
@@ -53,7 +55,7 @@ class Launch(Job):
         script = [str(SCRIPT), "--steps", str(steps), "--every-steps", str(every)]
         super().__init__(
             folder / name,
-            flags=[*(part for fault in faults for part in ("--fault", fault)), *flags],
+            flags=[*(part for fault in faults for part in ("--fault", fault)), *WAITING, *flags],
             arguments=[*script, "--eval-every", "10", *arguments],
             environ={**(environ or {}), "GATES": str(self.gates)},
             preload=True,

@@ -48,6 +48,7 @@ def nodes(folder: Path, *, steps: int, faults: Sequence[str] = ()) -> Iterator[l
                         *("--engine", "nvrx", "--nnodes", "2", "--node-rank", str(node)),
                         *("--rdzv-endpoint", f"{_HERE}:{port}", "--rdzv-id", "two"),
                         *("--set", "nvrx.soft_limit_s=15", "--set", "heartbeat.min_limit_s=2"),
+                        *("--set", "checkpoint.when_busy=wait"),
                         *(part for fault in faults for part in ("--fault", fault)),
                     ],
                     arguments=[

@@ -25,7 +25,8 @@ def _python(
 ) -> subprocess.CompletedProcess[str]:
     source = str(Path(keepstep.__file__).parents[1])
     known = os.environ.get("PYTHONPATH", "")
-    variables = {"PYTHONPATH": f"{source}:{known}", "OMP_NUM_THREADS": "1", **(environ or {})}
+    variables = {"PYTHONPATH": f"{source}:{known}", "OMP_NUM_THREADS": "1"}
+    variables |= {"KEEPSTEP_CHECKPOINT__WHEN_BUSY": "wait", **(environ or {})}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,

@@ -53,7 +53,8 @@ def train(
         folder: For everything. world: Ranks. faults: As on the command line.
         during: Called while it runs.
     """
-    options = [*(part for fault in faults for part in ("--fault", fault)), *PATIENT, *flags]
+    options = [*(part for fault in faults for part in ("--fault", fault)), *PATIENT]
+    options += ["--set", "checkpoint.when_busy=wait", *flags]  # no save that is due is left out
     arguments = [str(SCRIPT), "--steps", str(steps), "--every-steps", str(EVERY)]
     arguments += ["--eval-every", "10", "--seed", str(seed)]
     with Job(folder, flags=options, arguments=arguments, nproc=world, preload=True) as job:
