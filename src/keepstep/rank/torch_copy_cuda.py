@@ -16,6 +16,9 @@ import torch
 
 from keepstep.checkpoint.torch_copy import ImageBytes, Piece
 
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: locked for every device of the process."""
+
 
 def is_on_device(piece: Piece) -> bool:
     """Whether ``piece`` is copied here."""
@@ -43,7 +46,7 @@ class Pinned:
         if id(buffer) in self._addresses:
             return False
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        if int(self._cuda.cudart().cudaHostRegister(address, len(buffer), 0)) != 0:
+        if int(self._cuda.cudart().cudaHostRegister(address, len(buffer), _PORTABLE)) != 0:
             return False
         self._addresses[id(buffer)] = address
         return True
