@@ -213,7 +213,9 @@ class Writer:
                 if result is not None:
                     with self._changed:
                         save.settled = True
-                    self._send(result)
+                    self._send(result)  # before old ones go: removing much takes long
+                    if save.request is not None and not result.error:
+                        self._clean(save.request)
             self._clock.sleep(POLL_S)
 
     def _waiting(self) -> list[tuple[Version, _Save]]:
@@ -244,7 +246,6 @@ class Writer:
             size = commit(root, save.folder, version, self._clock).nbytes
         except (KeepstepError, OSError) as failure:
             return _refused(version, save.folder, str(failure))
-        self._clean(root, request)
         return Committed(version=version, folder=save.folder, bytes=size)
 
     def _await(self, version: Version, save: _Save, missing: list[int]) -> Committed | None:
@@ -257,7 +258,8 @@ class Writer:
         error = f"no shard arrived for {limit:g} s; missing are those of the ranks {missing[:8]}"
         return _refused(version, save.folder, error)
 
-    def _clean(self, root: Path, request: WriteShard) -> None:
+    def _clean(self, request: WriteShard) -> None:
+        root = Path(request.root)
         keep = retention.Keep(request.keep_last, request.keep_every_steps)
         with self._changed:
             busy = {
