@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -85,30 +83,6 @@ def test_a_run_folder_that_freezes_costs_events_and_not_the_run(tmp_path: Path) 
             assert job.process.wait(120.0) == 65, job.ending
             assert "the last save (step 12) did not commit" in job.ending
             assert job.said("storage did not take the last events") == 1
-            _thawed(disk, job)
-
-
-def test_a_coordinator_that_storage_blocks_is_told_of_and_does_not_hold_up_the_end(
-    tmp_path: Path,
-) -> None:
-    with ext4(tmp_path) as disk:
-        run_dir = disk.path / "run"
-        (tmp_path / "logs").mkdir()
-        flags = [*STALL, "--log-dir", str(tmp_path / "logs"), "--set", "heartbeat.min_limit_s=60"]
-        flags += ["--set", "checkpoint.write_limit_s=3"]
-        launch = Launch(tmp_path, every=100, flags=flags, closed=["step-8"], run_dir=run_dir)
-        with launch as job:
-            job.at("step-8")
-            (_, doomed) = job.rank_pids()
-            coordinator = job.helper("coordinator")
-            disk.freeze()
-            os.kill(doomed, signal.SIGKILL)  # where to go on from is written down, before they do
-            assert job.process.wait(120.0) == 65, job.ending
-            assert (
-                f"the coordinator, process {coordinator}, state D, has not answered" in job.ending
-            )
-            assert "(checkpoint.write_limit_s)" in job.ending
-            assert job.said(f"the coordinator, process {coordinator}, state D") >= 2
             _thawed(disk, job)
 
 
