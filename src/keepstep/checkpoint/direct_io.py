@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -89,7 +90,18 @@ def write_image(
     if image:
         reserve(fd, -(-len(image) // ALIGNMENT) * ALIGNMENT)
 
+    failed = threading.Event()
+
     def write_block(index: int) -> bytes:
+        if failed.is_set():
+            return b""  # the error of the other block is raised
+        try:
+            return hash_and_write(index)
+        except BaseException:
+            failed.set()
+            raise
+
+    def hash_and_write(index: int) -> bytes:
         start, stop = blocks.span(index, len(image), blocks.BLOCK_BYTES)
         with image[start:stop] as block:
             digest = blocks.digest(block)
@@ -139,11 +151,12 @@ def _write_at(fd: int, block: memoryview, at: int) -> None:
 def _write_all(fd: int, part: memoryview, at: int) -> None:
     done = 0
     while done < len(part):
+        direct = _is_direct(fd)  # another thread may change that at any time
         with part[done:] as rest:
             try:
                 done += os.pwrite(fd, rest, at + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or not _is_direct(fd):
+                if error.errno != errno.EINVAL or not direct:
                     raise
                 # The device wants larger blocks, or a short write left us between two of them.
                 flags = fcntl.fcntl(fd, fcntl.F_GETFL)
