@@ -235,7 +235,10 @@ class BlockReader:
         with self._lock:
             if direct not in file.fds:
                 flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-                file.fds[direct] = os.open(file.info.path, flags)
+                fd = file.fds[direct] = os.open(file.info.path, flags)
+                if not direct:
+                    # What lies behind a block may be somebody else's, who reads it directly.
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             return file.fds[direct]
 
 

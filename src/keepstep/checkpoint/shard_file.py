@@ -279,6 +279,8 @@ def read_header(path: Path) -> ShardHeader:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
+        # Whoever reads the data decides what is read when: nothing is to be read ahead.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         size = os.fstat(file.fileno()).st_size
         length = file.read(_LENGTH.size)
         wanted = _LENGTH.unpack(length)[0] if len(length) == _LENGTH.size else 0
