@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -54,6 +55,13 @@ class Forks:
 
     def wait(self, pid: int) -> int:
         """The exit status of a fork that is ending; minus the signal that ended it."""
+        # Not in the helper: others may want to start something meanwhile.
+        handle = os.pidfd_open(pid)
+        try:
+            ended, _, _ = select.select([handle], [], [], _LIMIT_S)
+        finally:
+            os.close(handle)
+        assert ended, f"process {pid} does not end"
         return self._ask({"wait": pid})
 
     def _ask(self, request: object, fds: Sequence[int] = ()) -> int:

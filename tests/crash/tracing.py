@@ -94,13 +94,13 @@ class Strace:
 
     def detach(self) -> None:
         """Leave what is traced alone from now on; it may have ended already."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            self.wait()
+        self._process.send_signal(signal.SIGINT)  # nothing happens if it has ended
+        self.wait()
 
     def wait(self) -> None:
         """Return when all that is traced has ended."""
-        self._process.communicate(timeout=_LIMIT_S)
+        with self._process:
+            self._process.wait(_LIMIT_S)
 
     def calls(self, root: Path, apart: int = 0) -> list[Call]:
         """The calls made so far, in order. Arguments as ``parse``."""
