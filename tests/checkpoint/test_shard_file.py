@@ -112,8 +112,8 @@ def test_a_value_that_cannot_be_kept_is_refused_by_key() -> None:
         ShardPlan([], make_version(), 0, {"scheduler": object()})
 
 
-def _rebuilt(change: Any) -> bytes:
-    """An image whose header went through ``change(entries, ours)``."""
+def _rebuilt(change: Any, size: int = 4096) -> bytes:
+    """An image whose header, now of ``size`` bytes, went through ``change(entries, ours)``."""
     data = image(make_version(), 0)
     (length,) = struct.unpack_from("<Q", data)
     entries = json.loads(data[8 : 8 + length])
@@ -121,7 +121,7 @@ def _rebuilt(change: Any) -> bytes:
     change(entries, ours)
     entries["__metadata__"]["keepstep"] = json.dumps(ours)
     text = json.dumps(entries).encode()
-    return struct.pack("<Q", 4088) + text.ljust(4088) + data[8 + length :]
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8) + data[8 + length :]
 
 
 def _set(*path: Any) -> Any:
@@ -217,6 +217,51 @@ def test_a_header_that_is_nested_without_end_is_refused() -> None:
     data = struct.pack("<Q", size - 8) + text.ljust(size - 8)
     with pytest.raises(CheckpointCorrupt):
         shard_file.parse_header(data, size)
+
+
+def test_several_chunks_of_a_tensor_in_one_file_have_an_entry_each() -> None:
+    parts = [
+        _spec(name="w", shape=(1,), offsets=(0,)),
+        _spec(name="w#1", of="w", shape=(2,), offsets=(2,)),
+    ]
+    plan = ShardPlan(parts, make_version(), 0, {})
+    header = shard_file.parse_header(plan.header, plan.size)
+    assert header.tensors == {"w": parts[0], "w#1": parts[1]}
+    assert [header.tensors[name].tensor for name in ("w", "w#1")] == ["w", "w"]
+    assert dict(safetensors.deserialize(plan.header + bytes(12))).keys() == {"w", "w#1"}
+
+
+def _format(header: bytes) -> int:
+    (length,) = struct.unpack_from("<Q", header)
+    ours = json.loads(json.loads(header[8 : 8 + length])["__metadata__"]["keepstep"])
+    assert isinstance(ours["format"], int)
+    return ours["format"]
+
+
+def test_only_a_header_that_an_older_reader_would_misunderstand_has_a_newer_format() -> None:
+    plain = ShardPlan([_spec()], make_version(), 0, {}).header
+    assert _format(plain) == 1
+    assert b"of" not in plain.replace(b"offsets", b"")
+    assert _format(ShardPlan([_spec(of="whole")], make_version(), 0, {}).header) == 2
+
+
+@pytest.mark.parametrize("wanted", [_spec(of="w"), _spec(of="other", kind="rank")])
+def test_an_entry_cannot_be_a_chunk_of_itself_or_of_a_value_of_one_rank(wanted: Any) -> None:
+    with pytest.raises(CheckpointError, match="cannot be a chunk of"):
+        ShardPlan([wanted], make_version(), 0, {})
+
+
+def test_a_header_of_the_first_format_with_chunks_of_other_tensors_is_refused() -> None:
+    data = _rebuilt(_set("ours", "tensors", "weight", "of", "whole"))
+    with pytest.raises(CheckpointCorrupt, match="format 1 has no chunks of other tensors"):
+        shard_file.parse_header(data, len(data))
+
+
+@pytest.mark.parametrize("count", [65, 10_000])
+def test_a_tensor_of_more_dimensions_than_any_is_refused(count: int) -> None:
+    data = _rebuilt(_set("ours", "tensors", "weight", "global_shape", [1] * count), 32_768)
+    with pytest.raises(CheckpointCorrupt):
+        shard_file.parse_header(data, len(data))
 
 
 @settings(max_examples=200)

@@ -89,7 +89,6 @@ def write_image(
     """
     if image:
         reserve(fd, -(-len(image) // ALIGNMENT) * ALIGNMENT)
-
     failed = threading.Event()
 
     def write_block(index: int) -> bytes:
@@ -114,8 +113,12 @@ def write_image(
     if number > 1:
         with ThreadPoolExecutor(min(THREADS, number), "block") as pool:
             results = pool.map(write_block, range(number))
-            if meanwhile is not None:
-                meanwhile()
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            except BaseException:
+                failed.set()
+                raise
             digests = list(results)
     else:
         digests = [write_block(index) for index in range(number)]
