@@ -53,16 +53,15 @@ class Names:
 
     Attributes:
         tensors: Source of each tensor, by the name that keepstep has for it.
-        modules: Extra state of each module that is known to be one: source by key.
-        module_extra: Keys of extra state that are tensors.
+        modules: Extra state of each module that is known to be one, as for others: the first part
+            of a path is the key of a ``state_dict``.
         optimizers: By object.
         others: Of every other object: source and whether it is a tensor, by path inside it.
         unused: Why each other name is not used.
     """
 
     tensors: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, dict[str, str]] = field(default_factory=dict)
-    module_extra: dict[str, list[str]] = field(default_factory=dict)
+    modules: dict[str, dict[Path, tuple[str, bool]]] = field(default_factory=dict)
     optimizers: dict[str, OptimizerNames] = field(default_factory=dict)
     others: dict[str, dict[Path, tuple[str, bool]]] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
@@ -70,13 +69,17 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A name in the folder, cut into object, rest, and the path of the rest."""
+    """A name in the folder, cut into object, rest, and the path of the rest.
+
+    ``bare``: it was a key of the outermost dict, so nothing says that it belongs to an object.
+    """
 
     source: str
     root: str
     rest: str
     path: Path
     tensor: bool
+    bare: bool
 
 
 def resolve(
@@ -127,7 +130,7 @@ def _item(source: str, path: Path, tensor: bool, renames: Sequence[tuple[str, st
     tail = path[1:]
     if ".".join(map(str, tail)) != rest:
         tail = tuple(rest.split(".")) if rest else ()
-    return _Item(source, root, rest, tail, tensor)
+    return _Item(source, root, rest, tail, tensor, bare=len(path) == 1)
 
 
 def _begins(item: _Item, word: str) -> bool:
@@ -144,10 +147,11 @@ def _with_model(items: Sequence[_Item], optimizers: set[str]) -> list[_Item]:
     } & full
     if not bare or any(item.root == _MODEL for item in items):
         return list(items)
-    roots = {name.partition(".")[0] for name in bare}
     return [
-        _Item(item.source, _MODEL, _joined(item), (_joined(item),), item.tensor)
-        if item.root not in optimizers and (item.root in roots or item.tensor)
+        _Item(item.source, _MODEL, _joined(item), (_joined(item),), item.tensor, bare=False)
+        if item.bare
+        and item.root not in optimizers
+        and (item.tensor or _joined(item).rpartition(".")[2] == _EXTRA)
         else item
         for item in items
     ]
@@ -194,14 +198,17 @@ def _add_tensor(names: Names, name: str, source: str) -> None:
     names.tensors[name] = source
 
 
+def _is_extra(item: _Item) -> bool:
+    """Whether it is extra state of a module, or a part of it."""
+    return bool(item.path) and str(item.path[0]).rpartition(".")[2] == _EXTRA
+
+
 def _add_module(names: Names, root: str, item: _Item) -> None:
     extra = names.modules.setdefault(root, {})
-    if item.rest.rpartition(".")[2] == _EXTRA:
+    if _is_extra(item):
+        extra[item.path] = (item.source, item.tensor)
         if item.tensor:
-            names.module_extra.setdefault(root, []).append(item.rest)
             _add_tensor(names, f"{root}.{_EXTRA}.{item.rest}", item.source)
-        else:
-            extra[item.rest] = item.source
     elif item.tensor and item.rest:
         _add_tensor(names, f"{root}.{item.rest}", item.source)
     else:

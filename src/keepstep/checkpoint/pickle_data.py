@@ -68,7 +68,7 @@ def loads(data: bytes, allowed: Collection[str], where: str = "") -> Any:
     told apart by identity.
 
     Args:
-        data: One pickle of any protocol, as CPython writes it.
+        data: One pickle of protocol 2 to 5, as CPython writes it.
         allowed: The global names that it may have, module and name joined by a dot.
         where: Names the file in errors.
 
@@ -106,6 +106,8 @@ class _Interpreter:
                 raise _Odd(f"the instruction {code:#04x} at byte {self._at - 1} describes no data")
             handler(self)
         (result,) = self._stack
+        if result is _MARK:
+            raise _Odd("there is nothing in it")
         if self._at != len(data):
             raise _Odd(f"{len(data) - self._at} bytes follow its end")
         return result

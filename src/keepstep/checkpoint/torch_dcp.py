@@ -124,11 +124,23 @@ class DcpSource:
         """
         for name in _STEP_NAMES:
             piece = self._found.values.get(name)
-            value = None if piece is None else self._decode(name, piece)
+            value = self._number(name) if piece is None else self._decode(name, piece)
             if type(value) is int and value >= 0:
                 return value
         match = _STEP_FOLDER.fullmatch(self._folder.resolve().name)
         return int(match[1]) if match else 0
+
+    def _number(self, source: str) -> int | None:
+        """The value of a tensor of one whole number; None if it is something else."""
+        found = self._found.tensors.get(source)
+        if found is None or found.dtype not in ("I32", "I64") or math.prod(found.shape) != 1:
+            return None
+        chunk = found.chunks[0]
+        path = layout.inside(self._folder, chunk.piece.file)
+        start, stop = _locate(path, source, found, chunk)
+        with path.open("rb") as file:
+            file.seek(start)
+            return int.from_bytes(file.read(stop - start), "little", signed=True)
 
     def values(self, rank: int) -> Mapping[str, object]:
         if self._values is None:
@@ -138,9 +150,9 @@ class DcpSource:
             for name, known in self._names.optimizers.items():
                 values[name] = self._optimizer(name, known)
             for name, parts in self._names.others.items():
-                value = self._other(name, parts)
-                if value is not None:
-                    values[name] = value
+                found = self._nested(parts)
+                if found is not None:
+                    values[name] = {"type": "nested", **found}
             self._values = values
         return self._values
 
@@ -175,17 +187,11 @@ class DcpSource:
 
     # --- values -----------------------------------------------------------------------------------
 
-    def _module(self, name: str, extra: Mapping[str, str]) -> dict[str, object]:
-        keys = self._names.module_extra.get(name, [])
-        state: dict[str, object] = dict.fromkeys(keys)
-        for key, source in extra.items():
-            try:
-                state[key] = self._plain(source)
-            except CheckpointError as error:
-                self.unused[source] = error.what
-        if not state:
-            return {"type": "module"}
-        return {"type": "module", "extra": {"state": state, "tensors": [[key] for key in keys]}}
+    def _module(
+        self, name: str, extra: Mapping[dcp_names.Path, tuple[str, bool]]
+    ) -> dict[str, object]:
+        found = self._nested(extra) if extra else None
+        return {"type": "module"} if found is None else {"type": "module", "extra": found}
 
     def _optimizer(self, name: str, known: OptimizerNames) -> dict[str, object]:
         groups: list[dict[str, object]] = []
@@ -223,9 +229,8 @@ class DcpSource:
         }
         return {"type": "optimizer", "by_name": groups, "state": rest}
 
-    def _other(
-        self, name: str, parts: Mapping[dcp_names.Path, tuple[str, bool]]
-    ) -> dict[str, object] | None:
+    def _nested(self, parts: Mapping[dcp_names.Path, tuple[str, bool]]) -> dict[str, object] | None:
+        """A container as ``torch_nested`` keeps it; None if a value in it cannot be decoded."""
         leaves: dict[dcp_names.Path, object] = {}
         try:
             for path, (source, tensor) in parts.items():
@@ -235,7 +240,7 @@ class DcpSource:
                 self.unused[source] = error.what
             return None
         paths = [list(path) for path, (_, tensor) in parts.items() if tensor]
-        return {"type": "nested", "state": dcp_names.nested(leaves), "tensors": paths}
+        return {"state": dcp_names.nested(leaves), "tensors": paths}
 
     def _plain(self, source: str) -> Any:
         """The plain value of this name.
