@@ -174,6 +174,16 @@ def state(pid: int) -> str:
     return b"".join(_stat(pid)[:1]).decode()
 
 
+def written(pid: int) -> int:
+    """Bytes that ``pid`` has given to storage so far; -1 where that cannot be seen."""
+    try:
+        text = Path("/proc", str(pid), "io").read_text()
+    except OSError:
+        return -1
+    lines = dict(line.split(": ") for line in text.splitlines())
+    return int(lines.get("write_bytes", -1))
+
+
 def exit_code(pid: int) -> int | None:
     """How the process ended (-N: by signal N), read while its parent has not waited for it yet.
 

@@ -151,12 +151,19 @@ def test_another_run_and_another_model_are_refused_by_name(tmp_path: Path) -> No
         assert checkpointer.restore({"model": nn.Linear(2, 2)}) == 1
 
 
+def _writers() -> list[int]:
+    """Writer processes of this process."""
+    children = psutil.Process().children()
+    module = "keepstep.checkpoint.writer_process"
+    return [child.pid for child in children if module in child.cmdline()]
+
+
 def test_a_failed_save_raises_at_the_next_call_and_saving_goes_on_after_it(tmp_path: Path) -> None:
     state = {"t": torch.ones(2)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.async_save(state, 1)
         checkpointer.finalize()
-        (pid,) = (child.pid for child in psutil.Process().children())
+        (pid,) = _writers()
         os.kill(pid, signal.SIGSTOP)  # so that the next save is in flight for sure
         pending = checkpointer.async_save(state, 2)
         assert pending.staged() and not pending.done()

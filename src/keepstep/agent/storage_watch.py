@@ -7,7 +7,6 @@ outside, and what must be asked was asked before the agent began.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from keepstep import events, linux
@@ -121,7 +120,7 @@ class StorageWatch:
 
     def _look_at_writer(self, slots: Waiting, pid: int, now: float) -> None:
         steps = slots.steps
-        mark = (slots.finished, written(pid)) if steps else None
+        mark = (slots.finished, linux.written(pid)) if steps else None
         news, idle = self._writer.look(mark, now), self._writer.idle_s
         if news == "stalled":
             state = linux.state(pid)
@@ -162,13 +161,3 @@ class StorageWatch:
 
 
 _SILENT = "has not answered, as when storage does not"
-
-
-def written(pid: int) -> int:
-    """Bytes that process ``pid`` has given to storage so far; -1 where that cannot be seen."""
-    try:
-        text = Path("/proc", str(pid), "io").read_text()
-    except OSError:
-        return -1
-    lines = dict(line.split(": ") for line in text.splitlines())
-    return int(lines.get("write_bytes", -1))

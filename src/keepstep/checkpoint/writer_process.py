@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.checkpoint import retention
+from keepstep.checkpoint import lease, retention
 from keepstep.checkpoint.commit import commit, missing_receipts
 from keepstep.checkpoint.images import Images
 from keepstep.checkpoint.manifest import Receipt
@@ -243,6 +243,7 @@ class Writer:
             missing = missing_receipts(root, save.folder, version.world)
             if missing:
                 return self._await(version, save, missing)
+            lease.check(root, request.lease)
             size = commit(root, save.folder, version, self._clock).nbytes
         except (KeepstepError, OSError) as failure:
             return _refused(version, save.folder, str(failure))

@@ -23,7 +23,7 @@ from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import CheckpointCorrupt, CheckpointError, SaveFailed, UsageError
 from keepstep.policy.skipping import skip_line
 from keepstep.ports import ShardWriter
-from keepstep.rank import room
+from keepstep.rank import folder_lease, room, shared_folder
 from keepstep.rank.admission import Account, Admission
 from keepstep.rank.history import FolderHistory, History
 from keepstep.rank.loading import Loader, none_left, of_rank_0, place
@@ -147,6 +147,10 @@ class Checkpointer:
         self._around_load = around_load
         self._first_round = first_round
         self._session: _Session | None = None
+        self._alone = history is None
+        self._lease = 0
+        self._shared = 1
+        """Size of the world that was found to see one folder."""
         self._account = Account(clock)
         self._closed = False
 
@@ -199,7 +203,8 @@ class Checkpointer:
             SaveFailed: an earlier save failed, here or on another rank; this one was not begun.
             NotEnoughMemory: the copy does not fit into memory.
             CheckpointError: something in ``state`` cannot be kept; the message names it.
-            CheckpointNotWritable: the folder cannot be written.
+            CheckpointNotWritable: the folder cannot be written, or not all ranks see the same one.
+            FolderInUse: another job saves into the folder.
             UsageError: ``step`` is negative, or the checkpointer is closed.
         """
         self._check_open()
@@ -303,12 +308,26 @@ class Checkpointer:
         if session is not None:
             session.writer.close()
             self._session = None
-        term = of_rank_0(rank, self._history.claim, int)
-        writer = self._make_writer(dataclasses.replace(self._place, rank=rank, world=world))
+        term, lease = of_rank_0(rank, self._claim, tuple[int, int])
+        self._check_shared(rank, world)
+        writer = self._make_writer(
+            dataclasses.replace(self._place, rank=rank, world=world, lease=lease)
+        )
         slots = int(getattr(writer, "slots", self._place.slots))
         atexit.register(self._at_exit)
         self._session = _Session(rank, world, term, writer, self._first_round, slots)
         return self._session
+
+    def _claim(self) -> tuple[int, int]:
+        """On rank 0: the term, and the lease of the folder where no launcher holds it."""
+        if self._alone and not self._lease:
+            self._lease = folder_lease.hold(self._root, self._run_id or "")
+        return self._history.claim(), self._lease
+
+    def _check_shared(self, rank: int, world: int) -> None:
+        if self._shared < world:
+            shared_folder.check(self._root, rank, world, self._clock)
+            self._shared = world
 
     # --- restoring ----------------------------------------------------------------------------
 
@@ -344,6 +363,7 @@ class Checkpointer:
             except CheckpointError as error:
                 raise (none_left(error) if loader.touched else error) from None
             if not folder:
+                self._check_shared(rank, world)  # before anything is computed
                 self._go_on(rank, 0)
                 return 0
             try:
@@ -412,6 +432,9 @@ class Checkpointer:
             if self._session is not None:
                 self._session.writer.close(abort=not settled)
                 self._session = None
+            if self._lease:
+                self._lease = 0
+                folder_lease.let_go(self._root)
 
     def _at_exit(self) -> None:
         """The script ends without ``close``: its exit code is settled, all that is left is a word.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep import memory
+from keepstep import linux, memory
 from keepstep.checkpoint import layout
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import InternalError, SaveFailed
 from keepstep.policy.skipping import retry_line
+from keepstep.policy.storage_stall import Stall
 from keepstep.rank.shard_writer import Slot
 from keepstep.rank.slots import HEADROOM, Made, SlotPool
 from keepstep.wire.channel import Channel, Closed, pair
@@ -37,6 +39,10 @@ from keepstep.wire.types import Version
 CLOSE_LIMIT_S = 600.0
 EXIT_LIMIT_S = 30.0
 POLL_S = 0.02
+KILLED_S = 2.0
+"""How long a killed process may take to be gone."""
+STALL_S = 30.0
+LOOK_S = 0.5
 
 
 class LocalWrite:
@@ -139,6 +145,8 @@ class LocalStaging:
         clock: Where time comes from.
         on_commit: Told on rank 0, by a thread: version, folder, bytes of all ranks, seconds.
         close_limit_s: How long ``close`` waits for unfinished writes.
+        lease: Number under which ``root`` is held; nothing is committed once it is lost. 0: none.
+        stall_s: Storage that takes nothing for so long is told of.
     """
 
     def __init__(
@@ -153,7 +161,11 @@ class LocalStaging:
         clock: Clock = SYSTEM,
         on_commit: Callable[[Version, str, int, float], None] | None = None,
         close_limit_s: float = CLOSE_LIMIT_S,
+        lease: int = 0,
+        stall_s: float = STALL_S,
     ) -> None:
+        self._lease = lease
+        self._stall = Stall(stall_s)
         self._on_commit = on_commit
         self._root = root
         self._rank = rank
@@ -239,6 +251,7 @@ class LocalStaging:
             keep_last=self._keep_last,
             keep_every_steps=self._keep_every_steps,
             retries=self._retries,
+            lease=self._lease,
         )
         try:
             process.channel.send(message, (self._pool.fd(slot.id),))
@@ -286,16 +299,42 @@ class LocalStaging:
 
     def _read(self, popen: subprocess.Popen[bytes], channel: Channel[FROM_WRITER]) -> None:
         try:
-            while True:
-                self._take(channel.receive())
-        except (Closed, InternalError):
-            _hang_up(channel)
-        try:
+            alive = True
+            while alive:
+                if not select.select([channel], [], [], LOOK_S)[0]:
+                    self._look_at_storage(popen.pid)
+                    continue
+                alive = channel.read()
+                for message in channel.messages():
+                    self._take(message)
+        except InternalError:
+            pass  # of no use any more
+        _hang_up(channel)
+        status: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
             status = popen.wait(EXIT_LIMIT_S)
-        except subprocess.TimeoutExpired:
+        if status is None:
             popen.kill()
-            status = popen.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = popen.wait(KILLED_S)
         self._ended(popen.pid, status)
+
+    def _look_at_storage(self, pid: int) -> None:
+        with self._changed:
+            steps = [pending.version.step for _, pending in self._writing.values()]
+        mark = (tuple(steps), linux.written(pid)) if steps else None
+        news = self._stall.look(mark, self._clock.mono())
+        if news == "stalled":
+            sys.stderr.write(
+                f"keepstep: storage has taken nothing for {self._stall.idle_s:.0f} s: save of step "
+                f"{steps[0]}, writer process {pid} of rank {self._rank}, state {linux.state(pid)}; "
+                "training goes on\n"
+            )
+        elif news:
+            sys.stderr.write(
+                f"keepstep: storage goes on after {self._stall.idle_s:.0f} s in which the writer "
+                f"of rank {self._rank} waited for it\n"
+            )
 
     def _take(self, message: FROM_WRITER) -> None:
         if isinstance(message, ShardRetry):
@@ -329,8 +368,11 @@ class LocalStaging:
             where=f"rank {self._rank}",
         )
 
-    def _ended(self, pid: int, status: int) -> None:
-        how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
+    def _ended(self, pid: int, status: int | None) -> None:
+        if status is None:
+            how = f"is blocked by storage (state {linux.state(pid)}) and was given up"
+        else:
+            how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
         with self._changed:
             self._alive = False
             left = [pending for _, pending in self._writing.values()]
@@ -356,7 +398,8 @@ class LocalStaging:
     def close(self, abort: bool = False) -> None:
         """End the writer process and free the slots.
 
-        Without ``abort`` unfinished writes are waited for; with it the process is killed.
+        Without ``abort`` unfinished writes are waited for; with it the process is killed. One that
+        storage blocks is left behind: it ends when storage lets it.
         """
         if self._closed:
             return
@@ -369,7 +412,7 @@ class LocalStaging:
                 with self._changed:
                     self._changed.wait_for(lambda: not self._unfinished(), self._close_limit_s)
             _hang_up(process.channel)
-            process.reader.join()
+            process.reader.join(KILLED_S if abort else EXIT_LIMIT_S + 2 * KILLED_S)
             process.channel.close()
         self._pool.close()
 

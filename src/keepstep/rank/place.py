@@ -44,6 +44,8 @@ class Place:
     copy: Copy = "auto"
     check_copy: bool = False
     slots: int = 2
+    lease: int = 0
+    """Number under which this job holds ``root``; 0: somebody else sees to that."""
 
 
 WriterFactory = Callable[[Place], ShardWriter]
@@ -92,6 +94,7 @@ def native_writer(place: Place) -> ShardWriter:
         slots=place.slots,
         clock=place.clock,
         on_commit=place.on_commit,
+        lease=place.lease,
     )
     return NativeShardWriter(
         staging,

@@ -289,7 +289,8 @@ class StoreCall(Message):
 class WriteShard(Message):
     """Write a file image (one descriptor follows) as ``rank``'s shard of ``version``.
 
-    With ``commit`` the writer itself waits for all receipts and publishes (no coordinator).
+    With ``commit`` the writer itself waits for all receipts and publishes (no coordinator), unless
+    the lease of this number (0: none) is lost.
     """
 
     ticket: int
@@ -301,6 +302,7 @@ class WriteShard(Message):
     keep_last: int = 0
     keep_every_steps: int = 0
     retries: int = 0
+    lease: int = 0
 
 
 class ShardWritten(Message):
