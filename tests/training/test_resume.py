@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.training.gated_run import Launch, undisturbed
+from tests.training.gated_run import Launch, flip, tree, undisturbed
 
 
 def test_a_run_whose_agent_is_killed_goes_on_to_the_undisturbed_weights_twice_in_a_row(
@@ -49,3 +49,24 @@ def test_data_rates_and_random_numbers_of_each_step_are_the_same_after_faults(
         assert job.end() == 0, job.ending
     assert job.resumes() == [0, 5, 10, 20]
     assert (job.digest, job.record()) == undisturbed()
+
+
+def test_another_run_starts_from_the_newest_good_checkpoint_of_this_one(tmp_path: Path) -> None:
+    with Launch(tmp_path, "first", steps=12) as first:
+        assert first.end() == 0, first.ending
+    flip(first.checkpoints, 12)
+    before = tree(first.run_dir)
+    flags = ["--set", f"checkpoint.resume_from={first.run_dir}"]
+    run_dir = tmp_path / "another"
+    with Launch(tmp_path, "second", steps=17, flags=flags, run_dir=run_dir) as job:
+        assert job.end() == 0, job.ending
+    # The newest is damaged, which a rank finds while it loads: the next round takes an older one.
+    assert job.resumes() == [12, 10]
+    assert job.refused() == [str(first.checkpoints / "step-00000012")]
+    assert job.said("resuming after step 10 from", str(first.checkpoints / "step-00000010")) == 1
+    assert job.commits() == [15, 17]
+    assert sorted({event.step or 0 for event in job.events("step.end")}) == list(range(11, 18))
+    assert tree(first.run_dir) == before
+    with Launch(tmp_path, "third", steps=18, flags=flags, run_dir=run_dir) as own:
+        assert own.end() == 0, own.ending
+    assert own.resumes() == [17]
