@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import safetensors
 import xxhash
 
-from keepstep.checkpoint import catalog, layout, manifest
+from keepstep.checkpoint import blocks, catalog, layout, manifest, writer
 from keepstep.checkpoint.blocks import BLOCK_BYTES
 from keepstep.checkpoint.commit import commit
 from keepstep.checkpoint.direct_io import ALIGNMENT
@@ -295,3 +296,149 @@ def test_one_rank_that_never_writes_keeps_the_checkpoint_from_being_offered(
     with pytest.raises(SaveFailed, match="1 of 2 shards are missing: of the ranks 1"):
         commit(tmp_path, folder, version)
     assert catalog.committed(tmp_path) == []
+
+
+def _temporaries(folder: Path) -> list[str]:
+    return [name for name in _names(folder) if layout.is_temporary_name(name)]
+
+
+_CLOSE = os.close
+_FAILING = ("open", "pwrite", "ftruncate", "fsync", "close", "rename", "link", "unlink", "listdir")
+
+
+def _failing(
+    real: Callable[..., Any], number: int, count: Iterator[int], call: int
+) -> Callable[..., Any]:
+    """``real``, but its ``call``-th call fails with error ``number``."""
+
+    def fail(*args: Any, **more: Any) -> Any:
+        if next(count) == call:
+            if real is _CLOSE:
+                real(*args)  # the kernel closes a descriptor also where it reports an error
+            raise OSError(number, os.strerror(number))
+        return real(*args, **more)
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *((name, errno.EIO) for name in _FAILING),
+        *(("pwrite", errno.ENOSPC), ("link", errno.ENOSPC), ("close", errno.EDQUOT)),
+        *(("open", errno.EROFS), ("fsync", errno.ESTALE), ("rename", errno.ESTALE)),
+    ],
+)
+def test_an_error_of_any_call_fails_the_save_clearly_and_the_next_one_is_whole_and_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 16)
+    version = make_version(world=1)
+    data = image(version, 0, pad=150_000)
+    real = getattr(os, name)
+    folder = tmp_path / "step-00000005"
+    for call in range(1, 60):
+        count = itertools.count(1)  # its next() is atomic
+        with staged(data) as fd, monkeypatch.context() as patch:
+            patch.setattr(os, name, _failing(real, number, count, call))
+            try:
+                write_shard(fd, len(data), tmp_path, version, 0)
+            except SaveFailed as failure:
+                text = str(failure)
+                assert os.strerror(number) in text
+                assert f"writing a shard of {len(data)} bytes failed" in text
+                assert "bytes are free" in text
+                assert writer.was_refused(failure)
+        save_is_over = next(count) <= call
+        _, name_of_folder = write(tmp_path, version, 0, data)
+        assert tmp_path / name_of_folder == folder
+        assert (folder / layout.shard_name(0)).read_bytes() == data
+        commit(tmp_path, folder.name, version)
+        assert _temporaries(folder) == []
+        catalog.remove(tmp_path, folder.name)
+        if save_is_over:
+            break
+    else:
+        pytest.fail("the save never came to its end")
+
+
+def test_a_partial_file_that_cannot_be_removed_is_told_and_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = make_version(world=1)
+
+    real = os.unlink
+
+    def refuse(*args: Any, **more: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def unlink(path: Any, **more: Any) -> None:
+        if ".safetensors." in os.fspath(path):
+            refuse()
+        real(path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        patch.setattr(os, "unlink", unlink)
+        with pytest.raises(SaveFailed, match="Read-only file system") as caught:
+            write(tmp_path, version, 0)
+    assert "Nothing was committed; the partial file is removed by a later save" in str(caught.value)
+    folder = tmp_path / "step-00000005"
+    assert len(_temporaries(folder)) > 0
+    save(tmp_path, version)
+    assert _temporaries(folder) == []
+
+
+def test_what_a_killed_writer_left_of_a_shard_goes_when_the_shard_is_written_again(
+    tmp_path: Path,
+) -> None:
+    version = make_version()
+    folder = tmp_path / write(tmp_path, version, 1)[1]
+    mine = [layout.temporary_name(name(0)) for name in (layout.shard_name, layout.receipt_name)]
+    others = layout.temporary_name(layout.shard_name(1))
+    for name in (*mine, others):
+        (folder / name).write_bytes(b"half")
+    write(tmp_path, version, 0)
+    assert _temporaries(folder) == [others]  # somebody may be writing it
+    commit(tmp_path, folder.name, version)
+    assert _temporaries(folder) == []
+
+
+def test_a_receipt_that_only_took_its_name_is_written_again(tmp_path: Path) -> None:
+    version = make_version()
+    _, folder = write(tmp_path, version, 0)
+    path = tmp_path / folder / layout.receipt_name(0)
+    text = path.read_bytes()
+    path.write_bytes(b"")  # storage without hard links, and a writer killed at a bad moment
+    write(tmp_path, version, 0)
+    assert path.read_bytes() == text
+
+
+def test_another_writer_of_the_same_shard_that_is_quicker_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = make_version(world=1)
+    real = writer._publish
+    other: list[object] = []
+
+    def second(*args: Any) -> None:
+        monkeypatch.setattr(writer, "_publish", real)
+        other.append(write(tmp_path, version, 0))
+        real(*args)
+
+    monkeypatch.setattr(writer, "_publish", second)
+    with pytest.raises(SaveFailed, match="No such file"):
+        write(tmp_path, version, 0)  # the quicker one has removed its unfinished file
+    assert [write(tmp_path, version, 0)] == other
+    commit(tmp_path, "step-00000005", version)
+    assert verify(tmp_path, "step-00000005") == []
+
+
+def test_only_what_storage_refuses_is_worth_another_try(tmp_path: Path) -> None:
+    data = image(make_version(), 0)
+    with pytest.raises(SaveFailed) as caught:
+        write(tmp_path, make_version(6), 0, data)
+    assert not writer.was_refused(caught.value)
+    with staged(data) as fd, pytest.raises(SaveFailed, match="bytes were announced") as caught:
+        write_shard(fd, 1 << 40, tmp_path, make_version(), 0)
+    assert not writer.was_refused(caught.value)

@@ -1,29 +1,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from keepstep.checkpoint import catalog, layout
+from keepstep.checkpoint import catalog, direct_io, layout, writer_process
 from keepstep.checkpoint.verify import verify
 from keepstep.wire.channel import Channel, Closed, pair
 from keepstep.wire.messages import (
     FROM_WRITER,
+    TO_WRITER,
     Committed,
     ShardFailed,
+    ShardRetry,
     ShardWritten,
     WriteShard,
 )
 from keepstep.wire.types import Version
-from tests.checkpoint.shards import image, make_version, save, staged, write
+from tests.checkpoint.shards import FixedClock, image, make_version, save, staged, write
 
 _LIMIT_S = 60
 _MODULE = ("-m", "keepstep.checkpoint.writer_process")
@@ -295,3 +299,124 @@ def test_a_version_is_not_judged_while_one_of_its_shards_is_still_being_written(
         assert owner.expect(ShardWritten).rank == 1
         assert owner.expect(Committed).error == ""
         assert owner.close() == 0
+
+
+@contextlib.contextmanager
+def _thread(clock: FixedClock) -> Iterator[Channel[FROM_WRITER]]:
+    """A writer in a thread of this process, and its owner's end."""
+    ours, theirs = pair()
+    ours.settimeout(_LIMIT_S)
+    inner: Channel[TO_WRITER] = Channel(theirs, TO_WRITER, blocking=True)
+    outer: Channel[FROM_WRITER] = Channel(ours, FROM_WRITER, blocking=True)
+    thread = threading.Thread(target=writer_process.Writer(inner, clock, linger_s=0.0).serve)
+    thread.start()
+    try:
+        yield outer
+    finally:
+        outer.close()
+        thread.join(_LIMIT_S)
+        inner.close()
+        assert not thread.is_alive()
+
+
+def _ask(channel: Channel[FROM_WRITER], root: Path, version: Version, retries: int) -> None:
+    data = image(version, 0)
+    message = WriteShard(
+        ticket=7, rank=0, size=len(data), version=version, root=str(root), retries=retries
+    )
+    with staged(data) as fd:
+        channel.send(message, (fd,))
+
+
+def _refuse(patch: pytest.MonkeyPatch, times: int) -> None:
+    """Have storage refuse the first ``times`` shards."""
+    left = [times]
+    real = direct_io.open_new
+
+    def open_new(path: Path) -> int:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path)
+
+    patch.setattr(direct_io, "open_new", open_new)
+
+
+def test_a_refused_shard_is_tried_again_after_longer_and_longer_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, clock = make_version(), FixedClock(100.0)
+    _refuse(monkeypatch, 3)
+    with _thread(clock) as channel:
+        _ask(channel, tmp_path, version, retries=3)
+        answers = [channel.receive() for _ in range(4)]
+    *retries, written = answers
+    assert isinstance(written, ShardWritten) and written.ticket == 7
+    for attempt, retry in enumerate(retries, 1):
+        assert isinstance(retry, ShardRetry)
+        assert (retry.ticket, retry.rank, retry.version) == (7, 0, version)
+        assert retry.attempt == attempt
+        assert "No space left on device" in retry.error and "bytes are free" in retry.error
+    assert clock.now == 100.0 + 0.5 + 1.0 + 2.0 == 100.0 + written.write_s
+
+
+def test_a_shard_that_is_refused_once_too_often_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse(monkeypatch, 3)
+    with _thread(FixedClock()) as channel:
+        _ask(channel, tmp_path, make_version(), retries=2)
+        kinds = [type(channel.receive()) for _ in range(3)]
+    assert kinds == [ShardRetry, ShardRetry, ShardFailed]
+    assert os.listdir(tmp_path / "step-00000005") == [layout.VERSION_FILE]
+
+
+def test_without_retries_the_first_refusal_is_final_and_a_wrong_image_is_never_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse(monkeypatch, 1)
+    with _thread(FixedClock()) as channel:
+        _ask(channel, tmp_path, make_version(), retries=0)
+        assert isinstance(channel.receive(), ShardFailed)
+        wrong = image(make_version(9), 0)
+        message = WriteShard(
+            ticket=8,
+            rank=0,
+            size=len(wrong),
+            version=make_version(),
+            root=str(tmp_path),
+            retries=5,
+        )
+        with staged(wrong) as fd:
+            channel.send(message, (fd,))
+        assert isinstance(channel.receive(), ShardFailed)
+
+
+def test_the_writer_gives_way_to_training_on_the_processor(tmp_path: Path) -> None:
+    with _writer(tmp_path) as owner:
+        owner.send(make_version(), 0)
+        owner.expect(ShardWritten)
+        pid = owner.process.pid
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(
+            19, os.getpriority(os.PRIO_PROCESS, 0) + writer_process.NICENESS
+        )
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            assert os.sched_getscheduler(int(thread)) == os.SCHED_BATCH
+
+
+def test_a_slot_is_mapped_once_for_all_its_saves(tmp_path: Path) -> None:
+    with _writer(tmp_path) as owner, staged(image(make_version(1), 0)) as fd:
+        for step in (1, 2, 3):
+            data = image(make_version(step), 0)
+            os.pwrite(fd, data, 0)
+            message = WriteShard(
+                ticket=step,
+                rank=0,
+                size=len(data),
+                version=make_version(step),
+                root=str(tmp_path),
+            )
+            owner.channel.send(message, (fd,))
+            owner.expect(ShardWritten)
+        maps = Path(f"/proc/{owner.process.pid}/maps").read_text()
+        assert maps.count("/memfd:image") == 1
