@@ -238,7 +238,7 @@ def _module(name: str, value: object, tensors: _Tensors) -> dict[str, Any]:
     }
     state: dict[str, Any] = {key: tensors.get(stored) for key, stored in inner.items()}
     for other, stored in tied(value).items():
-        state[other] = tensors.get(stored)
+        state[other] = tensors.get(f"{start}{stored}")
     if isinstance(value, Mapping) and "extra" in value:
         extra = _nested(f"{name}.{_EXTRA}", value["extra"], tensors)
         state |= extra if isinstance(extra, dict) else {}
