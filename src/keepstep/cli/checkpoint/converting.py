@@ -88,7 +88,7 @@ def export_command(
             what = ", ".join(names) or "everything"
             for sentence in left_out:
                 typer.echo(f"left out: {sentence}", err=True)
-        typer.echo(f"{folder}: {what} is in {path}")
+        typer.echo(f"{folder}: {what} written to {path}")
 
 
 def _verify(root: Path, folder: str) -> None:
