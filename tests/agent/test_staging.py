@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from collections.abc import Iterator
 
@@ -111,6 +112,34 @@ def test_memory_outlives_its_rank_until_the_writer_has_read_it(
     assert slots.written(failed) is None  # nobody is there to use it again
     assert not _is_open(fd)
     assert not slots.write(3, _staged(unread.slot), writer.channel)
+
+
+def test_the_memory_of_a_dead_process_is_free_although_the_writer_has_it_mapped(
+    slots: Slots, writer: _Writer
+) -> None:
+    ((grant, fd),) = _granted(slots, 1, 4096, 1)
+    os.pwrite(fd, bytes(4096), 0)
+    slots.write(3, _staged(grant.slot), writer.channel)
+    message, copy = writer.take()
+    with mmap.mmap(copy, 4096):
+        slots.release(1)
+        assert os.fstat(copy).st_blocks > 0  # not before it is written
+        slots.written(_written(message.ticket))
+        assert os.fstat(copy).st_blocks == 0
+    os.close(copy)
+
+
+def test_slots_that_a_living_process_lets_go_of_keep_their_bytes(
+    slots: Slots, writer: _Writer
+) -> None:
+    ((grant, fd),) = _granted(slots, 1, 4096, 1)
+    os.pwrite(fd, b"seen", 0)
+    slots.write(3, _staged(grant.slot), writer.channel)
+    message, copy = writer.take()
+    _granted(slots, 1, 8192, 1)
+    slots.written(_written(message.ticket))
+    assert os.pread(copy, 4, 0) == b"seen"
+    os.close(copy)
 
 
 def test_a_slot_with_two_writes_is_kept_until_both_are_done(slots: Slots, writer: _Writer) -> None:

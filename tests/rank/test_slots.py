@@ -191,3 +191,16 @@ def test_a_view_that_somebody_still_has_does_not_hinder_closing(pool: SlotPool) 
     view[0] = 7
     assert view[0] == 7
     view.release()
+
+
+def test_memory_that_is_let_go_of_is_free_although_the_writer_has_it_mapped(
+    pool: SlotPool,
+) -> None:
+    free, taken = pool.acquire(1 << 20, _LIMIT_S, 2), pool.acquire(1 << 20, _LIMIT_S, 2)
+    fds = [os.dup(pool.fd(slot.id)) for slot in (free, taken)]  # as the writer has them
+    pool.release(free)
+    pool.close()
+    assert _populated(fds[0]) == 0
+    assert _populated(fds[1]) >= 1 << 20, "it may be written at this moment"
+    for fd in fds:
+        os.close(fd)

@@ -30,6 +30,8 @@ class _Slot:
     size: int
     writes: int = 0
     orphan: bool = False
+    dead: bool = False
+    """Its process is gone, so that nobody looks at it but the writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Slots:
         Raises:
             NotEnoughMemory: the node has no memory for even one slot of each.
         """
-        self.release(owner)
+        self._let_go(owner)
         count = min(count, self._most) if self._most else count
         have = {slot.owner for slot in self._slots.values() if not slot.orphan}
         missing = len({*ranks, owner} - have)
@@ -171,6 +173,11 @@ class Slots:
 
     def release(self, owner: int) -> None:
         """The process is gone: its slots go as soon as nothing reads them."""
+        for slot in self._slots.values():
+            slot.dead = slot.dead or slot.owner == owner
+        self._let_go(owner)
+
+    def _let_go(self, owner: int) -> None:
         for number in [n for n, slot in self._slots.items() if slot.owner == owner]:
             self._slots[number].orphan = True
             self._drop(number)
@@ -178,6 +185,8 @@ class Slots:
     def _drop(self, number: int) -> None:
         slot = self._slots[number]
         if slot.writes == 0:
+            if slot.dead:
+                os.ftruncate(slot.fd, 0)  # the writer may still have it mapped
             os.close(slot.fd)
             del self._slots[number]
 

@@ -153,6 +153,8 @@ class SlotPool:
             # A view that somebody still has keeps the mapping until that is gone too.
             with contextlib.suppress(BufferError):
                 one.slot.close()
+                if one.state == "free":
+                    os.ftruncate(one.fd, 0)  # the writer may still have it mapped
             os.close(one.fd)
             self._gone(number)
 
