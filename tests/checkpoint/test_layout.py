@@ -164,3 +164,41 @@ def test_an_empty_file_is_a_name_that_was_taken_and_never_published(tmp_path: Pa
     assert not layout.is_published(path)
     path.write_bytes(b"x")
     assert layout.is_published(path)
+
+
+def test_a_stale_handle_is_opened_anew_and_other_errors_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_bytes(b"text")
+    left = [errno.ESTALE] * 4
+    real = Path.read_bytes
+
+    def read(self: Path) -> bytes:
+        if left:
+            number = left.pop()
+            raise OSError(number, os.strerror(number))
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert layout.read(path) == b"text"
+    left += [errno.ESTALE] * 5
+    with pytest.raises(OSError, match="Stale file handle"):
+        layout.read(path)
+    left[:] = [errno.EIO]
+    with pytest.raises(OSError, match="Input/output error"):
+        layout.read(path)
+
+
+def test_a_file_is_copied_where_storage_cannot_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, name in ((errno.ENOSYS, "a"), (errno.EPERM, "b")):
+        (tmp_path / "temporary").write_bytes(b"text")
+        monkeypatch.setattr(Path, "rename", _refused(number))
+        layout.move(tmp_path / "temporary", tmp_path / name)
+        assert (tmp_path / name).read_bytes() == b"text"
+        assert not (tmp_path / "temporary").exists()
+    monkeypatch.setattr(Path, "rename", _refused(errno.EROFS))
+    with pytest.raises(OSError, match="Read-only"):
+        layout.move(tmp_path / "a", tmp_path / "c")

@@ -50,7 +50,7 @@ def load(root: Path, folder: str) -> Manifest:
     path = root / folder
     file = path / layout.MANIFEST
     try:
-        found = manifest.decode(file.read_bytes(), str(file))
+        found = manifest.decode(layout.read(file), str(file))
     except FileNotFoundError:
         raise _unusable("it has no manifest, so it was never committed", path) from None
     name = layout.parse_folder(folder)

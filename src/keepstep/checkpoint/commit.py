@@ -91,7 +91,7 @@ def _published(path: Path, version: Version) -> Manifest | None:
     file = path / layout.MANIFEST
     if not layout.is_published(file):
         return None
-    found = manifest.decode(file.read_bytes(), str(file))
+    found = manifest.decode(layout.read(file), str(file))
     if found.version != version:
         raise _refused(f"the folder holds the committed {found.version}, not {version}", path)
     return found
@@ -99,7 +99,7 @@ def _published(path: Path, version: Version) -> Manifest | None:
 
 def _receipt(path: Path, version: Version, rank: int) -> Receipt:
     file = path / layout.receipt_name(rank)
-    receipt = manifest.decode_receipt(file.read_bytes(), str(file))
+    receipt = manifest.decode_receipt(layout.read(file), str(file))
     if (receipt.version, receipt.rank) != (version, rank):
         raise _refused(
             f"the receipt of rank {rank} is rank {receipt.rank}'s of {receipt.version}, wanted is "

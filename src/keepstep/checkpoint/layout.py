@@ -22,6 +22,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ PINNED = "pinned"
 RECORDS = ("leases", "terms")
 """Folders beside those of the checkpoints, of small files that say who saves here."""
 _MAX_SAME_NAME = 1000
+_STALE_HANDLES = 4
 _FOLDER = re.compile(r"step-([0-9]{8,18})(?:\.t([0-9]{1,18})r([0-9]{1,18})(?:-[0-9]{1,4})?)?")
 _TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{8}\.tmp", re.DOTALL)
 _SHARD = re.compile(r"rank-([0-9]{5,9})\.safetensors")
@@ -229,6 +231,41 @@ def _publish_without_link(temporary: Path, path: Path, data: bytes) -> None:
         raise
     finally:
         os.close(fd)
+
+
+def move(temporary: Path, final: Path) -> None:
+    """Give a durable file its final name; where storage cannot rename, copy it.
+
+    Then others may see a part of it: what tells of it (a receipt) must be written after this.
+
+    Raises:
+        OSError: storage failed.
+    """
+    try:
+        temporary.rename(final)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
+        shutil.copyfile(temporary, final)
+        with final.open("r+b") as file:
+            os.fsync(file.fileno())
+        temporary.unlink()
+
+
+def read(path: Path) -> bytes:
+    """The bytes of a small file. A handle that has become stale (NFS: somebody replaced the file,
+    or its server changed) is no damage: the file is opened anew, a few times.
+
+    Raises:
+        OSError: storage failed.
+    """
+    for _ in range(_STALE_HANDLES):
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return path.read_bytes()
 
 
 def is_published(path: Path) -> bool:

@@ -236,7 +236,7 @@ class LeaseFiles:
     def read(self, number: int) -> Lease | None:
         """Lease ``number``; None where it is not there or damaged."""
         try:
-            return msgspec.json.decode(self._path(number).read_bytes(), type=Lease)
+            return msgspec.json.decode(layout.read(self._path(number)), type=Lease)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 

@@ -136,7 +136,7 @@ def read_resumes(folder: Path, run: str | None = None) -> list[Resume]:
     resumes: list[Resume] = []
     paths = list(folder.iterdir()) if folder.is_dir() else []
     for path in sorted(path for path in paths if path.name.isdigit()):
-        for raw in path.read_bytes().splitlines():
+        for raw in layout.read(path).splitlines():
             try:
                 line = decoder.decode(raw)
             except msgspec.DecodeError:

@@ -55,7 +55,7 @@ def verify(
     """
     path = root / folder
     try:
-        found = manifest.decode((path / layout.MANIFEST).read_bytes())
+        found = manifest.decode(layout.read(path / layout.MANIFEST))
     except (CheckpointError, OSError) as error:
         return [_problem(layout.MANIFEST, "manifest", error)]
     problems: list[Problem] = []
@@ -167,7 +167,7 @@ def _check_foreign(
         return Problem(file=file, kind="header", detail=misplaced)
     name = layout.receipt_name(info.rank)
     try:
-        return manifest.decode_receipt((path / name).read_bytes(), name)
+        return manifest.decode_receipt(layout.read(path / name), name)
     except FileNotFoundError:
         return None  # the manifest says all that a reader needs
     except CheckpointError as error:

@@ -166,7 +166,7 @@ def owner(folder: Path) -> Version | None:
 def read_owner(folder: Path) -> Version | None:
     """As ``owner``, for those who act on a None. Raises OSError: storage failed."""
     try:
-        return msgspec.json.decode((folder / layout.VERSION_FILE).read_bytes(), type=Version)
+        return msgspec.json.decode(layout.read(folder / layout.VERSION_FILE), type=Version)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
@@ -183,7 +183,7 @@ def _written_before(folder: Path, image: memoryview, rank: int) -> Receipt | Non
             raise _failed("the version is committed already", str(folder))
         path.unlink(missing_ok=True)  # empty: a writer was killed while it took the name
         return None
-    receipt = manifest.decode_receipt(path.read_bytes(), str(path))
+    receipt = manifest.decode_receipt(layout.read(path), str(path))
     if receipt.size == len(image) and receipt.checksum == _checksum(image, receipt.block_bytes):
         return receipt
     raise _failed(
@@ -246,7 +246,7 @@ def _name(temporary: Path, final: Path, synced: Callable[[], None]) -> None:
     synced()
     if layout.is_published(final.parent / layout.MANIFEST):
         raise _failed("the version was committed meanwhile", str(final.parent))
-    temporary.rename(final)
+    layout.move(temporary, final)
 
 
 def _with_numbers(error: OSError, size: int, root: Path) -> str:
