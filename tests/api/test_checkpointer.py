@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,20 +19,23 @@ import torch
 from torch import nn
 
 import keepstep
+from keepstep import memory
 from keepstep.api.checkpointer import Checkpointer
-from keepstep.checkpoint import layout
+from keepstep.checkpoint import catalog, layout
 from keepstep.checkpoint.torch_rng import RngState
 from keepstep.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotWritable,
+    NotEnoughMemory,
     SaveFailed,
     UsageError,
 )
 from tests.api import fsdp_job
 
 JOB_LIMIT_S = 100.0
+WRITER = "keepstep.checkpoint.writer_process"
 
 
 class Training:
@@ -181,11 +187,11 @@ def test_a_later_process_never_writes_into_an_unfinished_folder_of_an_earlier_on
     tmp_path: Path,
 ) -> None:
     state = {"t": torch.ones(2)}
-    for expected in ("step-00000001", "step-00000001.t2r1"):
+    for _ in range(2):
         with Checkpointer(tmp_path, keep_last=9) as checkpointer:
             checkpointer.async_save(state, 1)
-            checkpointer.finalize()
-            (tmp_path / expected / layout.MANIFEST).unlink()  # as if it had not been committed
+        first = tmp_path / "step-00000001" / layout.MANIFEST
+        first.unlink(missing_ok=True)  # as if it had not been committed
     # The newer commit has overtaken the unfinished folder, which is gone.
     assert layout.list_folders(tmp_path) == ["step-00000001.t2r1"]
 
@@ -294,3 +300,135 @@ def test_fsdp_saved_by_two_ranks_loads_in_three_and_in_one(tmp_path: Path) -> No
 
 def _nothing(module: nn.Module) -> None:
     """One process needs no shards."""
+
+
+# --- saves that storage holds up ------------------------------------------------------------------
+
+
+def writers() -> list[int]:
+    """Writer processes of this process."""
+    children = psutil.Process().children()
+    return [one.pid for one in children if WRITER in one.cmdline()]
+
+
+@contextlib.contextmanager
+def stopped_writer() -> Iterator[int]:
+    """The writer of this process stands still, so that saves are in flight for sure."""
+    (pid,) = writers()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_save_while_all_slots_are_in_use_is_skipped_and_finalize_does_not_mind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"t": torch.ones(2)}
+    with Checkpointer(tmp_path, keep_last=9) as checkpointer:
+        checkpointer.async_save(state, 1)
+        checkpointer.finalize()
+        with stopped_writer():
+            saves = [checkpointer.async_save(state, step) for step in (2, 3, 4)]
+            assert [save.skipped for save in saves] == [False, False, True]
+            assert saves[2].done() and saves[2].staged()
+            saves[2].wait(0.0)
+            assert "2 saves are still being written, the oldest (step 2)" in saves[2].reason
+        checkpointer.finalize()
+        assert not checkpointer.async_save(state, 5).skipped
+    found = [info.step for info in catalog.committed(tmp_path)]
+    assert found == [5, 3, 2, 1]
+    err = capsys.readouterr().err
+    assert err.count("checkpoint of step 4 was skipped: 2 saves") == 1
+
+
+def test_a_save_may_wait_instead(tmp_path: Path) -> None:
+    state = {"t": torch.ones(2)}
+    with Checkpointer(tmp_path, keep_last=9, when_busy="wait") as checkpointer:
+        for step in range(1, 5):
+            assert not checkpointer.async_save(state, step).skipped
+        checkpointer.async_save(state, 5, when_busy="skip")
+        checkpointer.async_save(state, 6, when_busy="wait")
+    assert catalog.committed(tmp_path)[0].step == 6
+
+
+def test_memory_is_made_ahead_and_stated_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"t": torch.ones(1 << 20)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.prepare(state)
+        checkpointer.prepare(state)
+        checkpointer.async_save(state, 1)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "staging of saves" in line]
+    assert len(lines) == 1
+    assert "2 x 4.5 MB, 1 rank" in lines[0]
+
+
+def test_without_memory_for_a_copy_the_error_says_so_before_anything_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = memory.Room(1 << 20, 1 << 30, "the memory cgroup /sys/fs/cgroup/job")
+    monkeypatch.setattr(memory, "room", lambda: small)
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(NotEnoughMemory, match=r"4\.5 MB .* 1\.0 MB are available.*/job"):
+            checkpointer.async_save({"t": torch.ones(1 << 20)}, 1)
+        assert writers() == [], "not even a writer was started"
+        monkeypatch.undo()
+        checkpointer.async_save({"t": torch.ones(1 << 20)}, 1)
+    assert catalog.committed(tmp_path)[0].step == 1
+
+
+def test_with_memory_for_one_copy_the_second_save_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight = memory.Room(8 << 20, 8 << 20, "the machine's memory")
+    monkeypatch.setattr(memory, "room", lambda: tight)
+    state = {"t": torch.ones(1 << 20)}
+    with Checkpointer(tmp_path, keep_last=9) as checkpointer:
+        checkpointer.async_save(state, 1)
+        checkpointer.finalize()
+        with stopped_writer():
+            assert not checkpointer.async_save(state, 2).skipped
+            assert checkpointer.async_save(state, 3).skipped
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_script_that_forgets_close_is_told_what_became_of_its_last_save(
+    tmp_path: Path, failed: bool
+) -> None:
+    script = """
+    import os, pathlib, signal, sys, psutil, torch, keepstep
+    root, failed = pathlib.Path(sys.argv[1]), sys.argv[2] == "True"
+    checkpointer = keepstep.Checkpointer(root)
+    checkpointer.async_save({"t": torch.ones(2)}, 1).wait(60)
+    children = psutil.Process().children()
+    (writer,) = [one for one in children if "keepstep.checkpoint.writer_process" in one.cmdline()]
+    writer.suspend()
+    save = checkpointer.async_save({"t": torch.ones(2)}, 2)
+    if failed:
+        writer.kill()
+        while not save.done():
+            pass
+    print(writer.pid)
+    """
+    root, out, err = tmp_path / "saved", tmp_path / "out", tmp_path / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:  # the writer holds them longer
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script), str(root), str(failed)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", *filter(None, sys.path)])},
+            stdout=stdout,
+            stderr=stderr,
+            timeout=JOB_LIMIT_S,
+        )
+    assert done.returncode == 0, "Python offers no way to change it at this point"
+    if failed:
+        assert "before step 2 was committed" in err.read_text()
+        assert "The exit code does not show it" in err.read_text()
+        return
+    assert "the script ends while the save of step 2 goes on" in err.read_text()
+    writer = psutil.Process(int(out.read_text().split()[-1]))
+    writer.resume()
+    writer.wait(JOB_LIMIT_S)
+    assert catalog.committed(root)[0].step == 2, "it is finished all the same"
