@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -21,6 +20,7 @@ from keepstep import events, policy
 from keepstep.config import Config
 from keepstep.coordinator.episode import Episode, early_report, ended_report, failed_report
 from keepstep.coordinator.members import Member, Members
+from keepstep.coordinator.resumption import Resumes, Resumption
 from keepstep.coordinator.saves import Saves
 from keepstep.coordinator.stopping import StopVote
 from keepstep.errors import ExitCode, KeepstepError
@@ -50,18 +50,6 @@ from keepstep.wire.messages import (
 Emit = Callable[..., None]
 
 
-class Resumes(Protocol):
-    """Where a round resumes from; see ``lineage.Lineage``."""
-
-    term: int
-
-    def pick(self, exclude: frozenset[str]) -> tuple[int, str]:
-        """Step and folder to resume from."""
-
-    def went_on(self, round: int, resume: int) -> None:
-        """A round resumes from this step."""
-
-
 class Rounds:
     """The job's membership.
 
@@ -82,7 +70,7 @@ class Rounds:
         self._config = config
         self._saves = saves
         self._emit = emit
-        self._lineage = lineage
+        self._from = Resumption(lineage)
         self.round = 1
         self.opened_round = 0
         """Newest round whose store may be used."""
@@ -92,10 +80,6 @@ class Rounds:
         self._episode: Episode | None = None
         self._history: list[policy.Record] = []
         self._highest = 0
-        self._unusable: set[str] = set()
-        self._resume = 0
-        self._folder = ""
-        self._to_record = False
         self._first_steps_due = False
         self._stop: StopVote | None = None
         self._out: list[FROM_COORDINATOR] = []
@@ -169,7 +153,7 @@ class Rounds:
             self.loaded()
         if self._first_steps_due and all_stepped:
             self._first_steps_due = False
-            done = events.RestartEnd(resume=self._resume, first_step=self._resume + 1)
+            done = events.RestartEnd(resume=self._from.step, first_step=self._from.step + 1)
             self._emit(done, round=self.round)
             self._say("ready", f"round {self.round}: all {self.world} ranks train again")
 
@@ -177,7 +161,6 @@ class Rounds:
         if self.state != "forming" or not self.members.all_are("starting"):
             return
         self._open_round()
-        self._resume = 0
         self._ready()
 
     # --- failures -------------------------------------------------------------------------------
@@ -192,7 +175,7 @@ class Rounds:
         )
         self._emit(about, rank=rank, step=failed.step)
         if failed.failure == "checkpoint" and not failed.fatal:
-            if self._folder:
+            if self._from.folder:
                 self._refuse_checkpoint(failed.error)
             else:  # not of ours: the script's own error
                 failed = msgspec.structs.replace(failed, failure="exception")
@@ -201,12 +184,11 @@ class Rounds:
         self._failure(failed_report(rank, failed), member.state, failed.stack, now)
 
     def _refuse_checkpoint(self, error: str) -> None:
-        if self._folder in self._unusable:
+        if not self._from.refuse():
             return  # another rank found out first
-        self._unusable.add(self._folder)
-        refused = events.CheckpointUnusable(folder=self._folder, error=error)
-        self._emit(refused, step=self._resume)
-        self._say("fail", f"checkpoint {self._folder} is not usable: {error}", self._resume)
+        step, folder = self._from.step, self._from.folder
+        self._emit(events.CheckpointUnusable(folder=folder, error=error), step=step)
+        self._say("fail", f"checkpoint {folder} is not usable: {error}", step)
 
     def rank_down(self, down: RankDown, now: float) -> None:
         """A rank's process ended."""
@@ -391,7 +373,7 @@ class Rounds:
         if self._saves.will_finish() and waited < self._config.restart.save_wait_s:
             return  # a save that needs no rank any more is about to commit: lose less
         try:
-            self._resume, self._folder = self._lineage.pick(frozenset(self._unusable))
+            self._from.choose()
         except KeepstepError as error:
             self._end(error.exit_code, str(error), graceful=False)
             return
@@ -400,34 +382,27 @@ class Rounds:
             self._end(ExitCode.CHECKPOINT, text, graceful=False)
             return
         self._open_round()
-        self._to_record = True
-        self._saves.resume(self._resume, self.round)
+        self._saves.resume(self._from.step, self.round)
         for rank, member in self.members:
             member.state, member.stepped, member.saving = "running", False, 0
             member.told = False
             go = Go(
-                term=self._lineage.term,
+                term=self._from.term,
                 round=self.round,
-                resume=self._resume,
-                folder=self._folder,
+                resume=self._from.step,
+                folder=self._from.folder,
             )
             self._to(rank, go)
         self._ready()
 
     def loaded(self) -> bool:
-        """Every rank has loaded what this round resumes from: only now newer ones are abandoned.
-
-        Before that it may turn out that this checkpoint is damaged as well, and a newer one that
-        could not be read may do after all.
+        """Every rank has loaded what this round resumes from, which is written down now.
 
         Returns:
-            False if it cannot be written down; the job has been ended then.
+            False if it cannot be; the job has been ended then.
         """
-        if not self._to_record:
-            return True
-        self._to_record = False
         try:
-            self._lineage.went_on(self.round, self._resume)
+            self._from.loaded(self.round)
         except OSError as error:
             text = f"round {self.round} cannot be written down: storage failed with {error}"
             self._end(ExitCode.CHECKPOINT, text, graceful=False)
@@ -442,14 +417,12 @@ class Rounds:
         self.state = "running"
 
     def _ready(self) -> None:
-        ready = events.RoundReady(pids=self.members.pids(), resume=self._resume)
+        ready = events.RoundReady(pids=self.members.pids(), resume=self._from.step)
         self._emit(ready, round=self.round)
         self._first_steps_due = self._first_steps_due or self._episode is not None
         self._episode = None
-        at = f"resuming after step {self._resume}" if self._folder else "from the start"
-        if self._folder.startswith("/"):  # another run's
-            at += f" from {self._folder}"
-        self._say("go", f"round {self.round}: {self.world} ranks, {at}", self._resume)
+        text = f"round {self.round}: {self.world} ranks, {self._from.words}"
+        self._say("go", text, self._from.step)
 
     def _finish(self) -> None:
         wanted = max(member.saving for _, member in self.members)
