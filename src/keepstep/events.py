@@ -245,9 +245,25 @@ class CheckpointBegin(EventData):
 
 @_kind("checkpoint.staged")
 class CheckpointStaged(EventData):
-    """The copy is complete; the step may go on. ``stall_s`` is how long training stood still."""
+    """The next step may begin. ``stall_s`` is how long training stood still; of ``bytes`` what only
+    an optimizer changes may still be copied."""
 
     stall_s: float
+    bytes: int
+
+
+@_kind("checkpoint.copied")
+class CheckpointCopied(EventData):
+    """The copy of the step in the head is complete and handed over to be written.
+
+    ``mode`` is overlap or blocking, ``reason`` why. ``copy_s`` from its begin; for ``waited_s`` of
+    that an optimizer was held back.
+    """
+
+    mode: str
+    reason: str
+    copy_s: float
+    waited_s: float
     bytes: int
 
 

@@ -223,6 +223,22 @@ def test_waiting_for_the_last_save_is_a_stall_and_the_rest_of_the_end_is_idle() 
     assert seconds(account(log.events)) == {"productive": 5.0, "checkpoint_stall": 2.0, "idle": 1.0}
 
 
+def test_an_optimizer_that_is_held_back_by_a_copy_is_a_stall() -> None:
+    log = RunLog()
+    log.launch(0.0)
+    log.ready(0.0, 1, 0, [10, 11])
+    log.steps(0.0, 1, 5, 1)
+    log.save(5.0, 0.5, 5, 1, save_s=2.0)
+    copied = ev.CheckpointCopied(
+        mode="overlap", reason="measuring", copy_s=1.25, waited_s=0.25, bytes=500
+    )
+    for rank in range(2):
+        log.add(6.25, copied, src="rank", rank=rank, round=1, step=5)
+    log.steps(5.5, 6, 7, 1)
+    log.end(7.5)
+    assert seconds(account(log.events)) == {"productive": 6.75, "checkpoint_stall": 0.75}
+
+
 def test_fault_before_the_first_round_is_not_productive_time() -> None:
     log = RunLog()
     log.launch(0.0)

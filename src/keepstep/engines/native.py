@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from keepstep import events
 from keepstep.config import Config
 from keepstep.engines import Engine, Saver, WhenBusy
 from keepstep.errors import RestartSignal
@@ -22,6 +23,7 @@ from keepstep.wire.types import Version, World
 if TYPE_CHECKING:
     from keepstep.engines.attached_saver import AttachedSaver
     from keepstep.rank.agent_staging import AgentStaging
+    from keepstep.rank.copied import Copied
     from keepstep.rank.shard_writer import NativeShardWriter
     from keepstep.rank.slots import SlotPool
 
@@ -84,12 +86,25 @@ class NativeEngine(Engine):
                 copy=checkpoint.copy,
                 check_copy=checkpoint.check_copy,
                 watch=CopyWatch(
+                    copied=self._copied,
                     failed=lambda version, error: staging.failed(version, str(error)),
                     trusted=lambda version: control.aborting_round < version.round,
                 ),
             )
         assert self._staging is not None
         return LaunchedSaver(self._runtime, self._writer, self._staging.pool, world)
+
+    def _copied(self, copied: Copied) -> None:
+        """Any thread: a save is with the agent."""
+        found = events.CheckpointCopied(
+            mode=copied.mode,
+            reason=copied.reason,
+            copy_s=round(copied.copy_s, 6),
+            waited_s=round(copied.waited_s, 6),
+            bytes=copied.bytes,
+        )
+        version = copied.version
+        self._runtime.recorder.emit(found, step=version.step, round=version.round)
 
     @property
     def _ranks_commit(self) -> bool:

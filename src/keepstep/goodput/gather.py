@@ -220,6 +220,13 @@ def _staged(launch: Launch, t: int, event: Event, data: EventData) -> None:
         entry.spans.setdefault(event.rank, []).append(Span(begin, t, STALL))
 
 
+def _copied(launch: Launch, t: int, event: Event, data: EventData) -> None:
+    if isinstance(data, ev.CheckpointCopied) and event.rank is not None:
+        entry = launch.round(_number(launch, event))
+        begin = t - nanoseconds(max(0.0, data.waited_s))
+        entry.spans.setdefault(event.rank, []).append(Span(begin, t, STALL))
+
+
 def _commit(launch: Launch, t: int, event: Event, data: EventData) -> None:
     launch.commits.append(t)
 
@@ -258,6 +265,7 @@ _HANDLERS: dict[str, Callable[[Launch, int, Event, EventData], None]] = {
     "section.begin": _section_begin,
     "section.end": _section_end,
     "checkpoint.staged": _staged,
+    "checkpoint.copied": _copied,
     "checkpoint.commit": _commit,
     "restore.begin": _restore_begin,
     "restore.end": _restore_end,
