@@ -30,7 +30,8 @@ class Forks:
     """Starts functions in fresh processes.
 
     Args:
-        preload: Modules that are imported before the first fork.
+        preload: Modules that are imported before the first fork; a function ``preload`` in them is
+            called.
     """
 
     def __init__(self, *preload: str) -> None:
@@ -82,8 +83,9 @@ class Forks:
 def main() -> None:
     """Serve until the socket closes: the helper process."""
     channel = socket.socket(fileno=int(sys.argv[2]))
-    for module in sys.argv[3:]:
-        importlib.import_module(module)
+    for name in sys.argv[3:]:
+        module = importlib.import_module(name)
+        getattr(module, "preload", int)()
     while True:
         data, fds, _, _ = socket.recv_fds(channel, _LARGEST, 8)
         if not data:

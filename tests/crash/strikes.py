@@ -58,6 +58,16 @@ class Struck:
     answer: str | None
 
 
+@dataclass(frozen=True)
+class Shot:
+    """What a writer called and answered (None: it was killed before), and its exit status."""
+
+    calls: list[Call]
+    answer: str | None
+    status: int
+    committer: int
+
+
 class Range:
     """Prepared folders, and a writer process for each shot.
 
@@ -87,9 +97,25 @@ class Range:
         shutil.rmtree(root.parent)
 
     def shoot(
-        self, root: Path, view: View, strike: str = "", *, retries: int = 0
-    ) -> tuple[list[Call], str | None, Writer]:
-        """Save ``NEW`` into ``root`` with a traced writer; what it called, answered, and itself."""
+        self,
+        root: Path,
+        view: View,
+        strike: str = "",
+        *,
+        retries: int = 0,
+        refused: Callable[[Writer], None] | None = None,
+    ) -> Shot:
+        """Save ``NEW`` into ``root`` with a traced writer, which ends then.
+
+        It tells of a commit before it removes old checkpoints; only its end says that it has.
+
+        Args:
+            root: From ``copy``.
+            view: Which threads are traced.
+            strike: From ``Point``.
+            retries: How often the writer tries again.
+            refused: Called with the writer if the save failed; it is not traced any more.
+        """
         writer = Writer(self.forks, root)
         committer = writer.thread(_COMMITTER)
         target = writer.pid if view.thread is None else writer.thread(view.thread)
@@ -98,11 +124,15 @@ class Range:
         answer: str | None = None
         try:
             answer = writer.save(NEW, keep=1, retries=retries)
+            if answer and refused is not None:
+                strace.detach()
+                refused(writer)
         except Closed:
-            strace.wait()
+            pass  # the status says so
         finally:
-            strace.detach()
-        return strace.calls(root, committer), answer, writer
+            status = writer.close()
+            strace.wait()
+        return Shot(strace.calls(root, committer), answer, status, committer)
 
     def record(self, view: View) -> list[Call]:
         """What an undisturbed save calls; the committer's calls only where it is looked at alone.
@@ -110,10 +140,9 @@ class Range:
         In the view of all threads the others hide it: they come to the same number of calls first.
         """
         root = self.copy(f"record-{view.name}")
-        calls, answer, writer = self.shoot(root, view)
-        committer = writer.thread(_COMMITTER)
-        assert answer == "" and writer.close() == 0
-        return [call for call in calls if call.thread != committer]
+        shot = self.shoot(root, view)
+        assert (shot.answer, shot.status) == ("", 0)
+        return [call for call in shot.calls if call.thread != shot.committer]
 
 
 def every(jobs: Iterable[Callable[[], Struck]]) -> list[Struck]:

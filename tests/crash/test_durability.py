@@ -40,8 +40,9 @@ def test_bytes_are_durable_before_they_get_their_name_and_names_before_the_manif
     with Forks(PRELOAD) as forks:
         shots = Range(forks, tmp_path)
         root = shots.copy("whole")
-        calls, answer, writer = shots.shoot(root, VIEWS[0])
-        assert answer == "" and writer.close() == 0
+        shot = shots.shoot(root, VIEWS[0])
+    assert (shot.answer, shot.status) == ("", 0)
+    calls = shot.calls
     named: dict[str, int] = {}
     for number, call in enumerate(calls):
         if call.name not in _NAME:

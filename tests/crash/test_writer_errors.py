@@ -15,7 +15,7 @@ from keepstep.checkpoint import catalog
 from tests.checkpoint.shards import make_version
 from tests.crash import saves, tracing
 from tests.crash.forks import Forks
-from tests.crash.saves import NEW, OLD, PRELOAD, WORLD
+from tests.crash.saves import NEW, OLD, PRELOAD, WORLD, Writer
 from tests.crash.strikes import CHANGES, READS, VIEWS, Range, Struck, View, every, missed
 from tests.crash.tracing import Point
 
@@ -26,25 +26,28 @@ _REASONS = {name: os.strerror(getattr(errno, name)) for name in ("ENOSPC", "EIO"
 
 
 def _refuse(shots: Range, error: str, view: View, point: Point) -> Struck:
-    """Have the call at ``point`` fail; then the same writer makes the next save."""
+    """Have the call at ``point`` fail; then the writer makes the next save, if that save failed, or
+    another one does."""
     root = shots.copy(f"{error}-{view.name}-{point.name}-{point.ordinal}")
-    try:
-        calls, answer, writer = shots.shoot(root, view, point.fail(error))
-    except AssertionError as failure:
-        raise AssertionError(f"{view.name} {point}: {failure}") from failure
-    call = point.hit(calls)
-    shown = f"{error} in {view.name}: {call}, {answer!r}"
-    assert answer is not None, shown
-    committed = [info.version for info in catalog.committed(root)]
-    if answer:
-        assert _REASONS[error] in answer, shown
-        assert OLD in committed, shown
-    else:
-        assert committed[0] == NEW, shown
-    assert saves.newest(root) in (OLD, NEW), shown
 
-    assert writer.save(_LATER) == "", shown
-    assert writer.close() == 0
+    def save_later(writer: Writer) -> None:
+        assert OLD in [info.version for info in catalog.committed(root)]
+        assert saves.newest(root) in (OLD, NEW)
+        assert writer.save(_LATER) == ""
+
+    try:
+        shot = shots.shoot(root, view, point.fail(error), refused=save_later)
+        call, answer = point.hit(shot.calls), shot.answer
+        assert answer is not None and shot.status == 0
+        if answer:
+            assert _REASONS[error] in answer
+        else:
+            assert saves.newest(root) == NEW
+            with saves.writer(shots.forks, root) as other:
+                assert other.save(_LATER) == ""
+    except AssertionError as failure:
+        raise AssertionError(f"{error} in {view.name} {point}: {failure}") from failure
+    shown = f"{error} in {view.name}: {call}, {answer!r}"
     assert saves.newest(root) == _LATER
     assert not saves.leftovers(root), f"{shown}: {saves.leftovers(root)}"
     shots.drop(root)

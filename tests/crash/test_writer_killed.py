@@ -22,10 +22,9 @@ pytestmark = [pytest.mark.process, pytest.mark.needs("strace")]
 def _kill(shots: Range, view: View, point: Point) -> Struck:
     """Kill the writer at ``point``; then save the same again, and what a restarted job saves."""
     root = shots.copy(f"{view.name}-{point.name}-{point.ordinal}")
-    calls, answer, writer = shots.shoot(root, view, point.kill())
-    status = writer.close()
-    call = point.hit(calls)
-    assert status == (0 if call is None else -signal.SIGKILL), (point, status)
+    shot = shots.shoot(root, view, point.kill())
+    call, answer = point.hit(shot.calls), shot.answer
+    assert shot.status == (0 if call is None else -signal.SIGKILL), (point, shot.status)
     found = saves.newest(root)
     assert found in (OLD, NEW), point
     # Whoever was told of the commit must find it.

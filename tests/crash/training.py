@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 import torch
@@ -75,9 +76,17 @@ class Training:
         return self.step == step and all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
+def preload() -> None:
+    """What takes a second the first time; called once, before the forks."""
+    torch.set_num_threads(1)
+    training = Training()
+    training.train()
+    with tempfile.TemporaryDirectory() as folder, keepstep.Checkpointer(folder) as checkpointer:
+        checkpointer.restore(training.state())
+
+
 def train(root: str, rank: str, world: str, first: str, fd: int) -> int:
     """A rank that saves ``OLD`` (unless ``first``), waits, and saves ``NEW``; tells how it went."""
-    torch.set_num_threads(1)
     if int(world) > 1:
         # torch does not export it by name.
         store = dist.FileStore(  # type: ignore[attr-defined]
@@ -114,7 +123,6 @@ def resume(root: str) -> int:
 
     It then makes the next save.
     """
-    torch.set_num_threads(1)
     training = Training()
     with keepstep.Checkpointer(root, keep_last=2) as checkpointer:
         step = checkpointer.restore(training.state())
