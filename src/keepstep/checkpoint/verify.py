@@ -18,6 +18,7 @@ import xxhash
 from keepstep.checkpoint import blocks, layout, manifest, shard_file, torch_files
 from keepstep.checkpoint.manifest import FileInfo, Manifest, Receipt
 from keepstep.errors import CheckpointError, KeepstepError
+from keepstep.wire.types import Version
 
 _CHUNK = 16 << 20
 _SHOWN = 4
@@ -29,7 +30,8 @@ _STRIP = 64 << 20
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Something wrong with ``file``.
 
-    ``kind`` is manifest, missing, size, checksum, header or receipt. ``ranges`` are the first byte
+    ``kind`` is manifest, missing, size, checksum, header or receipt (what only says how the
+    checkpoint came about, a restore does without it). ``ranges`` are the first byte
     and the byte after the last of each damaged part of the file, where its blocks tell.
     """
 
@@ -76,7 +78,7 @@ def verify(
             problems.append(problem)
     if not problems and len(receipts) == len(found.files):
         problems = _compare(found, receipts)
-    return problems
+    return problems + _check_notes(path, found, receipts)
 
 
 def _check_bytes(
@@ -156,6 +158,32 @@ def _check_content(
         detail = f"it is rank {header.rank}'s of {header.version}, the manifest says otherwise"
         return Problem(file=file, kind="header", detail=detail)
     return manifest.receipt_of(header, info.checksum, info.block_bytes, info.blocks)
+
+
+def _check_notes(path: Path, found: Manifest, receipts: Sequence[Receipt]) -> list[Problem]:
+    """What is wrong with the receipts and the owner's name, as far as they are still there."""
+    problems: list[Problem] = []
+    for receipt in receipts:
+        name = layout.receipt_name(receipt.rank)
+        try:
+            if manifest.decode_receipt((path / name).read_bytes(), name) != receipt:
+                detail = "it says otherwise than the manifest and the file that it belongs to"
+                problems.append(Problem(file=name, kind="receipt", detail=detail))
+        except FileNotFoundError:
+            pass
+        except (CheckpointError, OSError) as error:
+            problems.append(_problem(name, "receipt", error))
+    name = layout.VERSION_FILE
+    try:
+        if msgspec.json.decode((path / name).read_bytes(), type=Version) != found.version:
+            detail = "it names another version than the manifest"
+            problems.append(Problem(file=name, kind="receipt", detail=detail))
+    except FileNotFoundError:
+        pass
+    except (msgspec.DecodeError, OSError) as error:
+        detail = f"it cannot be read: {error}"
+        problems.append(Problem(file=name, kind="receipt", detail=detail))
+    return problems
 
 
 def _check_foreign(
