@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep.errors import SaveFailed
+from keepstep.errors import RestartSignal, SaveFailed
 from keepstep.rank.copied import Copied, CopiedWrite, CopyWatch
 from keepstep.rank.shard_writer import NativeShardWriter
 from keepstep.wire.types import Version
@@ -542,6 +543,36 @@ def test_training_under_fsdp2_changes_nothing_but_in_the_optimizer(
             assert isinstance(begin(writer, state, version(step, world=2)), CopiedWrite)
         writer.close()
     assert [same(staging.saved(at), images[at]) for at in range(4)] == [True] * 4
+
+
+@pytest.mark.parametrize("after_start", [False, True])
+def test_a_restart_in_the_middle_of_the_call_leaves_nobody_waiting(
+    after_start: bool,
+    staging: KeepingStaging,
+    made: list[NativeShardWriter],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = trained(plain(), adam())
+    writer = writer_of(staging, made)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if after_start:
+            start(thread)
+        raise RestartSignal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(RestartSignal):
+            begin(writer, state)
+    if after_start:
+        state["optimizer"].step()
+    writer.mutates()
+    writer.settle()
+    assert staging.free
+    assert len(staging.submitted) <= after_start
+    begin(writer, state, version(2)).wait(LIMIT_S)
+    assert staging.submitted[-1][0] == version(2)
 
 
 def test_two_threads_may_wait_for_one_copy(

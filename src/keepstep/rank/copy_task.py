@@ -93,12 +93,23 @@ class CopyTask:
         self._changed = ""
         """Name of a tensor that was changed too early."""
         self._host_done = threading.Event()
+        self._turn = threading.Lock()
+        """Taken by who deals with the copy: the thread, or who finds that there is none."""
+        self._begun = False
 
     def begin(self, boundary_s: float) -> None:
         """Start the thread; the call took ``boundary_s`` until now."""
         self._boundary_s = boundary_s
         # Not a daemon: a script that ends after its last save still has it copied.
         threading.Thread(target=self._run, name="keepstep-copy").start()
+        self._begun = True
+
+    def check_begun(self) -> None:
+        """Give the copy up if ``begin`` was interrupted before the thread ran, by a restart."""
+        if not self._begun and self._turn.acquire(blocking=False):
+            if self._flight is not None:
+                self._flight.wait()
+            self._end(None, _called_off(self._version, self._around.rank))
 
     def hold_back(self) -> None:
         """An optimizer is about to change what is copied: wait, or let its device wait."""
@@ -115,6 +126,8 @@ class CopyTask:
     # --- in the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            return
         job, around = self._job, self._around
         assert job is not None
         pending: PendingWrite | None = None
@@ -124,22 +137,28 @@ class CopyTask:
             copied_s = around.clock.mono() - self._began
             # The slot is the staging's from here on: no view of it may be left. And what training
             # holds may be another model by the time that this object goes.
-            self._job = self._target = self._flight = None
+            self._target = self._flight = None
             self._counted.clear()
             if error is None:
                 self.write.complete()
                 pending = job.submit()
         except Exception as failure:  # noqa: BLE001 - nobody else would hear of it
             error = self._broken(failure)
+        self._end(pending, error)
+        if pending is not None:
+            self._tell(copied_s)
+
+    def _end(self, pending: PendingWrite | None, error: SaveFailed | None) -> None:
+        job, self._job, self._target = self._job, None, None
+        assert job is not None
         self._host_done.set()
-        if pending is None:
-            error = error or _called_off(self._version, around.rank)
-            job.release()
-            self.write.give_up(error)
-            around.watch.failed(self._version, error)
+        if pending is not None:
+            self.write.handed_on(pending)
             return
-        self.write.handed_on(pending)
-        self._tell(copied_s)
+        assert error is not None
+        job.release()
+        self.write.give_up(error)
+        self._around.watch.failed(self._version, error)
 
     def _copy(self, job: Job) -> SaveFailed | None:
         """Copy, and say why the copy cannot be used, if so."""

@@ -63,7 +63,7 @@ class Copier:
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
 
     def copy(self, job: Job) -> PendingWrite:
-        """Copy what must be copied now; the rest follows, at once or in the task.
+        """Copy what must be copied now; the rest follows in the background.
 
         Returns:
             The save; ``staged`` says when all of it is copied.
@@ -83,7 +83,7 @@ class Copier:
             raise
         self.policy.began(choice.mode, excluded_s=job.excluded_s)
         if task is not None:
-            self._task = task
+            self._task = task  # first: an interruption must leave it where it is waited for
             task.begin(self._clock.mono() - began)
             return task.write
         seconds = self._clock.mono() - began
@@ -110,12 +110,14 @@ class Copier:
         if choice.mode == "blocking":
             at_once, later = [*at_once, *later], []
         here, flight = list(filter(_on_host, at_once)), self._fly(job, target, at_once, later)
-        target.copy(here, threads=_threads(here))
-        if not later:
-            if flight is not None:
-                flight.wait()
-            return None
-        return CopyTask(self._around, job, choice, target, flight, began)
+        finished = False
+        try:
+            target.copy(here, threads=_threads(here))
+            finished = True
+        finally:
+            if flight is not None and (not later or not finished):
+                flight.wait()  # until then the slot is being written
+        return CopyTask(self._around, job, choice, target, flight, began) if later else None
 
     def _fly(
         self, job: Job, target: ImageBytes, at_once: list[Piece], later: list[Piece]
@@ -135,6 +137,7 @@ class Copier:
             return  # a forked child has no copying thread
         task = self._task
         if task is not None:
+            task.check_begun()
             task.hold_back()
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)
@@ -146,13 +149,16 @@ class Copier:
     def mutates(self) -> None:
         """Return when the state may change: a copy in progress is complete."""
         if self._task is not None:
+            self._task.check_begun()
             self._task.write.wait_staged()
 
     def settle(self) -> None:
         """Return when a copy in progress is handed on, or has failed."""
-        task, self._task = self._task, None
+        task = self._task
         if task is not None:
+            task.check_begun()
             task.write.settle()
+            self._task = None
 
     def close(self, *, abort: bool = False) -> None:
         """End a copy in progress, with ``abort`` without handing it on; later calls do nothing."""
