@@ -13,7 +13,7 @@ import pytest
 import safetensors
 import xxhash
 
-from keepstep.checkpoint import blocks, catalog, layout, manifest, writer
+from keepstep.checkpoint import blocks, catalog, direct_io, layout, manifest, writer
 from keepstep.checkpoint.blocks import BLOCK_BYTES
 from keepstep.checkpoint.commit import commit
 from keepstep.checkpoint.direct_io import ALIGNMENT
@@ -199,9 +199,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.needs("root")
+@pytest.mark.parametrize("reserved", [True, False])
 def test_a_full_disk_leaves_room_as_before_and_the_next_smaller_save_works(
-    small_disk: Path,
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, reserved: bool
 ) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 16)
+    if not reserved:  # then it is full half-way
+        monkeypatch.setattr(direct_io, "reserve", lambda fd, size: None)
     version = make_version(world=1)
     data = image(version, 0, pad=400_000)
     with pytest.raises(SaveFailed) as caught:

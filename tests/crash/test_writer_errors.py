@@ -38,7 +38,7 @@ def _refuse(shots: Range, error: str, view: View, point: Point) -> Struck:
     try:
         shot = shots.shoot(root, view, point.fail(error), refused=save_later)
         call, answer = point.hit(shot.calls), shot.answer
-        assert answer is not None and shot.status == 0
+        assert answer is not None, shot.status  # of threads that end, a call may be struck as well
         if answer:
             assert _REASONS[error] in answer
         else:
