@@ -7,6 +7,7 @@ import pytest
 
 from keepstep import events as ev
 from keepstep.errors import ExitCode, UsageError
+from keepstep.goodput.render import _checkpoints_line
 from keepstep.goodput.report import build, from_events, to_json
 from tests.goodput.runlog import RunLog, four_faults, worked_example
 
@@ -44,6 +45,8 @@ def test_json_form_is_version_1(tmp_path: Path) -> None:
         "bytes": 1000,
         "stall_s": {"median": 2.0, "max": 2.0},
         "save_s": {"median": 3.0, "max": 3.0},
+        "skipped": 0,
+        "every_steps_wanted": None,
     }
     assert record["heartbeats"] == []
 
@@ -90,6 +93,29 @@ def test_checkpoints_are_counted_over_the_whole_folder() -> None:
     assert (found.committed, found.failed, found.last_step, found.bytes) == (4, 1, 40, 4000)
     assert (found.stall_s.median, found.stall_s.max) == (0.02, 0.03)
     assert (found.save_s.median, found.save_s.max) == (0.3, 0.35)
+
+
+def test_skipped_saves_are_counted_and_an_interval_is_named_at_which_storage_keeps_up() -> None:
+    log = RunLog()
+    end = log.steps(0.0, 1, 40, 1, s=0.5)
+    for step in (10, 30):
+        log.save(end, 0.1, step, 1, save_s=7.4)
+    log.add(end, ev.CheckpointSkip(reason="2 saves are still being written"), round=1, step=20)
+    report = from_events(log.events)
+    assert (report.checkpoints.skipped, report.checkpoints.every_steps_wanted) == (1, 15)
+    text = str(_checkpoints_line(report.checkpoints))
+    assert "1 save skipped" in text and "raise checkpoint.every_steps to >= 15" in text
+
+
+def test_where_the_interval_is_long_enough_for_most_saves_no_other_is_named() -> None:
+    log = RunLog()
+    end = log.steps(0.0, 1, 40, 1, s=0.5)
+    for step, save_s in ((10, 3.0), (20, 30.0), (40, 3.0)):
+        log.save(end, 0.1, step, 1, save_s=save_s)
+    log.add(end, ev.CheckpointSkip(reason="2 saves are still being written"), round=1, step=30)
+    report = from_events(log.events)
+    assert report.checkpoints.every_steps_wanted is None
+    assert "storage slower than the schedule at times" in str(_checkpoints_line(report.checkpoints))
 
 
 def test_a_save_stalls_as_long_as_its_slowest_rank() -> None:

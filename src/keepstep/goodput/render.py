@@ -129,7 +129,7 @@ def split_table(report: Report) -> RenderableType:
 
 
 def _checkpoints_line(checkpoints: Checkpoints) -> Text:
-    if not checkpoints.committed and not checkpoints.failed:
+    if not checkpoints.committed and not checkpoints.failed and not checkpoints.skipped:
         return Text("No checkpoints.")
     parts = [f"{checkpoints.committed} committed ({decimal(checkpoints.bytes)})"]
     if checkpoints.failed:
@@ -138,7 +138,20 @@ def _checkpoints_line(checkpoints: Checkpoints) -> Text:
         parts.append(f"last step {checkpoints.last_step}")
     text = Text.assemble(("Checkpoints", "bold"), " ", ", ".join(parts))
     times = _spread("save", checkpoints.save_s) + _spread("stall", checkpoints.stall_s)
-    return text.append("\n" + "; ".join(times)) if times else text
+    if times:
+        text.append("\n" + "; ".join(times))
+    return text.append("\n" + _skipped(checkpoints)) if checkpoints.skipped else text
+
+
+def _skipped(checkpoints: Checkpoints) -> str:
+    saves = "1 save" if checkpoints.skipped == 1 else f"{checkpoints.skipped} saves"
+    wanted = checkpoints.every_steps_wanted
+    if wanted is None:
+        return f"{saves} skipped: storage slower than the schedule at times"
+    return (
+        f"{saves} skipped: storage slower than the schedule, raise checkpoint.every_steps to >= "
+        f"{wanted}"
+    )
 
 
 def _spread(name: str, spread: Spread) -> list[str]:

@@ -3,6 +3,8 @@ run or during it."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -42,6 +44,11 @@ class Checkpoints:
     bytes: int
     stall_s: Spread
     save_s: Spread
+    skipped: int = 0
+    """Saves that were due and not begun, because storage was behind."""
+    every_steps_wanted: int | None = None
+    """Where saves were skipped: the interval at which storage keeps up, by the median save and
+    step; None if the present one is long enough for these, so that it was slow at times only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +192,7 @@ def _checkpoints(events: list[Event]) -> Checkpoints:
     stalls: dict[tuple[int | None, int | None, int], float] = {}
     seen: Counter[tuple[int | None, int | None, int | None]] = Counter()
     failed = 0
+    skipped: list[int] = []
     for event in events:
         if not event.kind.startswith("checkpoint."):
             continue
@@ -198,6 +206,8 @@ def _checkpoints(events: list[Event]) -> Checkpoints:
             save_s.append(data.save_s)
         elif isinstance(data, ev.CheckpointFail):
             failed += 1
+        elif isinstance(data, ev.CheckpointSkip):
+            skipped.append(event.step or 0)
         elif isinstance(data, ev.CheckpointStaged):
             # The slowest rank decides; the same step may be saved again in a later launch.
             mine = (event.rank, event.round, event.step)
@@ -211,7 +221,26 @@ def _checkpoints(events: list[Event]) -> Checkpoints:
         bytes=sum(sizes),
         stall_s=_spread(list(stalls.values())),
         save_s=_spread(save_s),
+        skipped=len(skipped),
+        every_steps_wanted=_interval(events, save_s, {*steps, *skipped}) if skipped else None,
     )
+
+
+def _interval(events: list[Event], save_s: list[float], due: set[int]) -> int | None:
+    """Steps in the time of a save, if more than between the steps ``due``: then one save is over
+    before the next."""
+    step_s = [s for e in events if e.kind == ev.StepEnd.kind if (s := _number(e, "s"))]
+    if not step_s or not save_s:
+        return None
+    wanted = math.ceil(statistics.median(save_s) / statistics.median(step_s))
+    ordered = sorted(due)
+    now = min((b - a for a, b in itertools.pairwise(ordered)), default=0)
+    return wanted if wanted > now else None
+
+
+def _number(event: Event, name: str) -> float:
+    value = event.data.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _heartbeats(events: list[Event]) -> list[Heartbeat]:

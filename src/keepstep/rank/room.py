@@ -6,6 +6,7 @@ all come to the same answer.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,14 +41,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_id() -> str:
-    """Names the machine and the container in which this process runs."""
+    """Names the machine and the container in which this process runs, in a few characters."""
     parts = [os.uname().nodename]
     for read in (_boot_id, _namespace):
         try:
             parts.append(read())
         except OSError:
             parts.append("")
-    return " ".join(parts)
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def _boot_id() -> str:
