@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -192,3 +193,117 @@ def test_an_engines_own_state_may_be_on_one_side_only() -> None:
         assert (data, own.loaded) == ({"at": 1}, [])
     prepare_for_load({"data": data, "$engine.own": own}, with_it.values, {}, world=1).apply()
     assert own.loaded == [{"longest": 3}]
+
+
+def stable(tracked: dict[str, object], rank: int = 0, world: int = 1) -> set[str]:
+    found = entries(tracked, rank, world).values()
+    assert all(bool(entry.counted) == entry.stable for entry in found)
+    return {entry.name for entry in found if entry.stable}
+
+
+def stepped(module: nn.Module, **options: object) -> torch.optim.Optimizer:
+    """An AdamW of the parameters of ``module`` that need gradients, after a step."""
+    parameters = [one for one in module.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, **options)  # type: ignore[arg-type]
+    for one in parameters:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    return optimizer
+
+
+def test_only_what_a_tracked_optimizer_owns_is_stable() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    optimizer = stepped(model, lr=torch.tensor(0.1))
+    untracked = nn.Linear(2, 2)
+    torch.optim.SGD(untracked.parameters(), lr=0.1)
+    tracked = {
+        **{"model": model, "optimizer": optimizer, "other": untracked},
+        **{"average": torch.ones(2), "data": {"noise": torch.ones(2)}},
+    }
+    owned = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert stable(tracked) == {f"model.{name}" for name in owned} | {
+        f"optimizer.state.model.{name}.{key}"
+        for name in owned
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert "optimizer.group.0.lr" in entries(tracked)
+    assert stable({"model": model}) == set()
+
+
+def test_a_parameter_that_is_tracked_by_itself_is_stable_too() -> None:
+    model = nn.Linear(2, 2)
+    tracked = {"weight": model.weight, "held": {"bias": model.bias}, "optimizer": stepped(model)}
+    assert {"weight", "held.bias"} <= stable(tracked)
+
+
+def test_steps_that_no_hook_sees_make_nothing_stable() -> None:
+    class Delegating(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.param_groups, self.state = inner.param_groups, inner.state
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    model = nn.Linear(2, 2)
+    optimizer = stepped(model)
+    assert stable({"model": model, "optimizer": Delegating(optimizer)}) == set()
+    optimizer.param_groups[0]["capturable"] = True
+    assert stable({"model": model, "optimizer": optimizer}) == set()
+
+
+def test_what_shares_memory_with_something_that_is_not_stable_is_not_either() -> None:
+    flat = torch.ones(20)
+    first, second = nn.Parameter(flat[:10]), nn.Parameter(flat[10:])
+    other = nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.SGD([first, second, other], lr=0.1)
+    tracked = {"optimizer": optimizer, "first": first, "second": second, "other": other}
+    assert stable(tracked) == {"first", "second", "other"}
+    assert stable({**tracked, "view": first.detach()[3:5]}) == {"other"}
+    assert stable({**tracked, "view": flat}) == {"other"}
+
+
+def test_a_view_that_another_rank_writes_counts_as_well() -> None:
+    model = nn.Linear(3, 3)
+    tracked = {"model": model, "optimizer": stepped(model)}
+    assert "model.weight" in stable(tracked)
+    with fake_world(0, 2):
+        for rank in range(2):
+            view = replicated(model.weight.detach(), 2)
+            # The view is written by one rank only, and changes on both.
+            view._local_tensor = model.weight.detach()
+            assert "model.weight" not in stable({**tracked, "view": view}, rank, 2)
+
+
+def test_shards_are_stable_and_both_of_their_tensors_are_watched() -> None:
+    whole = torch.arange(10.0).reshape(5, 2)
+    with fake_world(1, 2):
+        parameter: Any = nn.Parameter(sharded(whole, 2))
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        found = entries({"w": parameter, "optimizer": optimizer}, 1, 2)
+        for name in ("w", "optimizer.state.0.0.exp_avg"):
+            assert found[name].stable
+            before = [one._version for one in found[name].counted]
+            optimizer.step()
+            assert [one._version for one in found[name].counted] != before
+        before = [one._version for one in found["w"].counted]
+        with torch.no_grad():
+            parameter.to_local().add_(1)
+        assert [one._version for one in found["w"].counted] != before
+
+
+def test_inference_tensors_have_no_count_and_are_not_stable() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert stable({"model": model, "optimizer": optimizer}) == set()
+
+
+def test_values_are_encoded_as_they_are_now() -> None:
+    data = {"seen": (1, 2), "list": [1]}
+    snapshot = flatten({"data": data}, rank=0, world=1)
+    data["list"].append(2)  # type: ignore[attr-defined]
+    state = snapshot.encoded["data"]["state"]
+    assert state == {"seen": {"$": "tuple", "v": [1, 2]}, "list": [1]}
