@@ -78,7 +78,7 @@ def verify(
             problems.append(problem)
     if not problems and len(receipts) == len(found.files):
         problems = _compare(found, receipts)
-    return problems + _check_notes(path, found, receipts)
+    return problems or _check_notes(path, found, receipts)
 
 
 def _check_bytes(
