@@ -215,3 +215,19 @@ def test_chunks_under_other_names_are_compared_as_well(tmp_path: Path) -> None:
     _rewrite(tmp_path, folder, msgspec.structs.replace(found, tensors=tensors))
     (problem,) = verify(tmp_path, folder)
     assert "the files' own descriptions say otherwise about: tensors" in problem.detail
+
+
+def test_notes_of_another_version_and_damaged_ones_are_found_but_missing_ones_are_no_harm(
+    tmp_path: Path,
+) -> None:
+    _, folder = save(tmp_path, make_version(5))
+    _, other = save(tmp_path, make_version(6))
+    receipt, owner = tmp_path / folder / layout.receipt_name(1), tmp_path / folder / "version.json"
+    for path in (receipt, owner):
+        good = path.read_bytes()
+        for wrong in ((tmp_path / other / path.name).read_bytes(), good[:-3], b"\xff"):
+            path.write_bytes(wrong)
+            (problem,) = verify(tmp_path, folder)
+            assert (problem.file, problem.kind) == (path.name, "receipt")
+        path.unlink()
+        assert verify(tmp_path, folder) == []
