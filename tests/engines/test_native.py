@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
+from keepstep.checkpoint import layout
 from keepstep.config import Config
 from keepstep.engines.native import LaunchedSaver, NativeEngine
 from keepstep.errors import CheckpointCorrupt, NotEnoughMemory, RestartSignal, SaveFailed
@@ -16,6 +18,7 @@ from keepstep.rank.slots import SlotPool
 from keepstep.shm import Phase
 from keepstep.wire.messages import SaveAsk
 from keepstep.wire.types import Version, World
+from tests.checkpoint.torch_worlds import save, version
 from tests.engines.fakes import FakeRuntime, FakeShardWriter
 
 _WORLD = World(
@@ -75,9 +78,12 @@ def test_a_save_that_fails_is_begun_but_never_staged(tmp_path: Path) -> None:
 
 
 def test_a_round_loads_the_folder_that_the_coordinator_named(tmp_path: Path) -> None:
-    runtime, writer = FakeRuntime(tmp_path), FakeShardWriter()
-    assert _saver(runtime, writer).load({}) == 10
-    assert writer.loaded == [tmp_path / "step-00000010.t2r1"]
+    named = tmp_path / "step-00000010.t2r1"
+    (tmp_path / save(tmp_path, {"t": torch.ones(2)}, version(10))).rename(named)
+    save(tmp_path, {"t": torch.zeros(2)}, version(10, round_number=9))
+    runtime, tensor = FakeRuntime(tmp_path), torch.zeros(2)
+    assert _saver(runtime, FakeShardWriter()).load({"t": tensor}) == 10
+    assert tensor.tolist() == [1, 1]
     assert runtime.emitted == [("restore.begin", 10), ("restore.end", 10)]
     assert runtime.phases == [Phase.LOAD]
 
@@ -98,9 +104,13 @@ def test_neither_steps_nor_the_end_of_main_are_the_savers_business(tmp_path: Pat
 
 
 def test_a_damaged_checkpoint_is_never_said_to_be_restored(tmp_path: Path) -> None:
+    named = tmp_path / "step-00000010.t2r1"
+    (tmp_path / save(tmp_path, {"t": torch.ones(2)}, version(10))).rename(named)
+    shard = named / layout.shard_name(0)
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     runtime = FakeRuntime(tmp_path)
-    with pytest.raises(CheckpointCorrupt):
-        _saver(runtime, FakeShardWriter(CheckpointCorrupt("a byte"))).load({})
+    with pytest.raises(CheckpointCorrupt, match=r"bytes 0 to .* differ"):
+        _saver(runtime, FakeShardWriter()).load({"t": torch.zeros(2)})
     assert runtime.emitted == [("restore.begin", 10)]
 
 
