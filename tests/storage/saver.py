@@ -2,8 +2,8 @@
 
 Run as ``python -m tests.storage.saver ROOT BYTES``; with a world in the variables RANK, WORLD_SIZE
 and MEETING (a file) as a rank of it. Lines on standard input: ``save STEP``, ``finalize SECONDS``,
-``restore``. To each it answers ``ok``, with the result, or the error's name and text. When the
-input ends it closes the checkpointer.
+``restore``, ``abort``. To each it answers ``ok``, with the result, or the error's name and text.
+When the input ends it closes the checkpointer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ def _do(checkpointer: Checkpointer, state: dict[str, object], words: list[str]) 
             return "skipped" if checkpointer.async_save(state, int(step)).skipped else ""
         case ["finalize", seconds]:
             checkpointer.finalize(float(seconds))
+            return ""
+        case ["abort"]:
+            checkpointer.close(abort=True)
             return ""
         case ["restore"]:
             restored = checkpointer.restore(state)

@@ -9,8 +9,11 @@ import pytest
 
 from keepstep.checkpoint import catalog
 from keepstep.clock import SYSTEM
+from keepstep.rank.local_writer import LocalStaging
+from tests.checkpoint.shards import image, make_version
 from tests.process.job import wait_until
 from tests.storage.disks import Disk, ext4
+from tests.storage.scripts import Saver
 from tests.training.gated_run import Launch, undisturbed
 
 pytestmark = [pytest.mark.training, pytest.mark.needs("root", "loop_mount")]
@@ -107,3 +110,42 @@ def _thawed(disk: Disk, job: Launch) -> None:
     assert job.pids()
     disk.thaw()
     wait_until(lambda: not job.pids(), "everything has ended")
+
+
+def test_the_end_of_a_script_is_not_held_up_by_frozen_storage(tmp_path: Path) -> None:
+    with ext4(tmp_path) as disk, Saver(disk.path / "checkpoints") as script:
+        assert script.ask("save 1") == "ok"
+        assert script.ask("finalize 30") == "ok"
+        disk.freeze()
+        assert script.ask("save 2") == "ok"
+        error = script.ask("finalize 1")
+        assert error.startswith("SaveFailed the save of step 2 is not written after 1 s")
+        assert script.ask("abort") == "ok"
+        assert script.end(60.0)[0] == 0
+        disk.thaw()
+
+
+def test_a_writer_that_storage_blocks_is_named_and_so_is_the_end_of_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    version = make_version(3, world=1)
+    with ext4(tmp_path) as disk:
+        staging = LocalStaging(disk.path / "checkpoints", rank=0, keep_last=3, stall_s=0.3)
+        data = image(version, 0)
+        slot = staging.acquire(len(data), 30.0)
+        slot.buffer[: len(data)] = data
+        disk.freeze()
+        pending = staging.submit(slot, len(data), version)
+        said = ""
+
+        def told(words: str) -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return words in said
+
+        wait_until(lambda: told("storage has taken nothing for"), "the stall is told")
+        assert f"save of step 3, writer process {staging.writer_pid} of rank 0, state D" in said
+        disk.thaw()
+        pending.wait(30.0)
+        wait_until(lambda: told("storage goes on after"), "the end of the stall is told")
+        staging.close()

@@ -33,7 +33,8 @@ class LeaseKeeper:
         root: Folder of the checkpoints. run: Run id, may be empty.
         relieves: Whether an older start of the same run, on another machine, is no conflict.
         say: Told that another holder is being watched, which takes a while.
-        environ: Environment of the process; None: this one's. log: where its errors go.
+        environ: Environment of the process; None: this one's. log: where its errors go; None:
+            nowhere.
         expiry_s, beat_s, poll_s: As in ``lease``. answer_s: how long storage may take to answer.
     """
 
@@ -99,13 +100,15 @@ class LeaseKeeper:
         command = [sys.executable, "-m", "keepstep.checkpoint.lease_process"]
         try:
             with theirs, contextlib.ExitStack() as files:
-                errors = files.enter_context(self._log.open("ab")) if self._log else None
+                # Not the script's own output: whoever reads that to its end must not have to wait
+                # for a process that storage does not let end.
+                log = files.enter_context(self._log.open("ab")) if self._log else None
                 self._process = subprocess.Popen(
                     [*command, "--fd", str(theirs.fileno()), *self._arguments],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
-                    stdout=errors,
-                    stderr=errors,
+                    stdout=log or subprocess.DEVNULL,
+                    stderr=log or subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C must not end it before its owner
                     env=None if self._environ is None else dict(self._environ),
                 )
@@ -153,7 +156,7 @@ class LeaseKeeper:
                 "the process that holds the folder's lease ended before it had it",
                 where=str(self._root),
                 done="nothing was started",
-                advice="see the errors that it wrote",
+                advice=f"see {self._log}" if self._log else "look for kills for lack of memory",
             )
         return news
 

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from keepstep import linux, memory
 from keepstep.checkpoint import layout
@@ -43,6 +44,7 @@ KILLED_S = 2.0
 """How long a killed process may take to be gone."""
 STALL_S = 30.0
 LOOK_S = 0.5
+_ERRORS_SHOWN = 16_000
 
 
 class LocalWrite:
@@ -114,7 +116,7 @@ class LocalWrite:
         if not self.done():
             what = "is not committed" if self._told.is_set() else "is not written"
             raise SaveFailed(
-                f"the save of step {self.version.step} {what} after {timeout_s:g} s",
+                f"the save of step {self.version.step} {what} after {timeout_s:.3g} s",
                 where=f"rank {self._rank}, {self._root}",
                 done="it goes on in the background",
                 advice="look for ranks that did not save this step, and at the speed of storage",
@@ -125,11 +127,16 @@ class LocalWrite:
 
 @dataclass(frozen=True)
 class _Process:
-    """A writer process, its channel, and the thread that reads from it."""
+    """A writer process, its channel, the thread that reads from it, and what it wrote to stderr.
+
+    It has no descriptor of the script's output: where storage does not let it end, whoever reads
+    that output to its end would wait as well.
+    """
 
     popen: subprocess.Popen[bytes]
     channel: Channel[FROM_WRITER]
     reader: threading.Thread
+    errors: BinaryIO
 
 
 class LocalStaging:
@@ -265,7 +272,9 @@ class LocalStaging:
             return self._process
         if self._process is not None:
             self._process.channel.close()
+            self._process.errors.close()
         ours, theirs = pair()
+        errors = os.fdopen(os.memfd_create("keepstep-writer-errors", os.MFD_CLOEXEC), "w+b", 0)
         try:
             popen = subprocess.Popen(
                 [
@@ -274,10 +283,13 @@ class LocalStaging:
                 ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
                 start_new_session=True,  # Ctrl-C must not end a save
             )
         except OSError as error:
             ours.close()
+            errors.close()
             raise SaveFailed(
                 f"the writer process could not be started: {error}",
                 where=f"rank {self._rank}",
@@ -288,16 +300,21 @@ class LocalStaging:
             theirs.close()
         channel: Channel[FROM_WRITER] = Channel(ours, FROM_WRITER, blocking=True)
         reader = threading.Thread(
-            target=self._read, args=(popen, channel), name="keepstep-writer-reader", daemon=True
+            target=self._read,
+            args=(popen, channel, errors),
+            name="keepstep-writer-reader",
+            daemon=True,
         )
-        self._process = _Process(popen, channel, reader)
+        self._process = _Process(popen, channel, reader, errors)
         self._alive = True
         reader.start()
         return self._process
 
     # --- in the reader thread -----------------------------------------------------------------
 
-    def _read(self, popen: subprocess.Popen[bytes], channel: Channel[FROM_WRITER]) -> None:
+    def _read(
+        self, popen: subprocess.Popen[bytes], channel: Channel[FROM_WRITER], errors: BinaryIO
+    ) -> None:
         try:
             alive = True
             while alive:
@@ -317,6 +334,8 @@ class LocalStaging:
             popen.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = popen.wait(KILLED_S)
+        if status:
+            sys.stderr.write(os.pread(errors.fileno(), _ERRORS_SHOWN, 0).decode(errors="replace"))
         self._ended(popen.pid, status)
 
     def _look_at_storage(self, pid: int) -> None:
@@ -414,6 +433,8 @@ class LocalStaging:
             _hang_up(process.channel)
             process.reader.join(KILLED_S if abort else EXIT_LIMIT_S + 2 * KILLED_S)
             process.channel.close()
+            if not process.reader.is_alive():
+                process.errors.close()
         self._pool.close()
 
     def _unfinished(self) -> bool:
