@@ -233,7 +233,7 @@ def test_what_the_board_shows_is_progress_too(tmp_path: Path, client: Client) ->
         client.wait_for("beat", 2)
 
 
-@pytest.mark.parametrize("phase", [Phase.SCRIPT, Phase.WAIT])
+@pytest.mark.parametrize("phase", [Phase.SCRIPT, Phase.WAIT, Phase.LOAD])
 def test_outside_steps_heartbeats_go_on(phase: Phase, tmp_path: Path, client: Client) -> None:
     call = Call()
     with rank(tmp_path, call) as (beats, _):

@@ -3,9 +3,9 @@
 The training thread only notes what it does, here or on its board; a thread of its own talks to
 NVRx's rank monitor, so a monitor that is frozen or gone holds up nobody. What the training thread
 does not note is not sent: a hung rank falls silent. Outside steps, where nothing says how long a
-script may take, and while a rank waits for the others, heartbeats go on, up to
-``heartbeat.start_limit_s``. NVRx wants to know the
-names of all sections when the launcher starts, so every section of a script is NVRx's section
+script may take (an attempt makes its model, and imports what that needs), and while a rank waits
+for the others, heartbeats go on, up to ``heartbeat.start_limit_s``. NVRx wants to know the names of
+all sections when the launcher starts, so every section of a script is NVRx's section
 ``section``; inside it heartbeats go on, up to ``heartbeat.section_limit_s``, since NVRx holds a
 rank to both limits at once.
 """
@@ -29,7 +29,7 @@ from keepstep.shm import Phase
 
 SOCKET_VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
 _ENOUGH = 10
-_UNLIMITED = (Phase.SCRIPT, Phase.WAIT)
+_UNLIMITED = (Phase.SCRIPT, Phase.WAIT, Phase.LOAD)
 
 
 class LearnedLimit:

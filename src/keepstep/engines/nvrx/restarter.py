@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from keepstep.engines.nvrx import library, waking
+from keepstep.engines.nvrx.imports import cut_import, wait_for_imports
 from keepstep.engines.nvrx.meeting import OutsideStore
 from keepstep.engines.nvrx.rounds import Rounds
 from keepstep.health import GpuPresence, MemoryAvailable, run_all
@@ -60,6 +61,8 @@ class NvrxRestarter:
         self._left = threading.Event()
         self._ended_by: BaseException | None = None
         """What the attempt ended with; its frames hold the old model."""
+        self._cut = False
+        """Whether an interruption has cut an import in two: this process cannot go on."""
 
     def run(self, attempt: Callable[[World], T]) -> T:
         """Call ``attempt`` once a turn of the Wrapper until every rank's has returned.
@@ -100,6 +103,7 @@ class NvrxRestarter:
             return self._rounds.run(attempt)
         except self._names.RankShouldRestart as interruption:
             self._ended_by = interruption
+            self._cut = self._cut or cut_import(interruption)
             raise
         except Exception as error:  # noqa: BLE001 - reported already
             # Nothing long here: until NVRx's exception has come it may come anywhere, and one that
@@ -125,11 +129,13 @@ class NvrxRestarter:
     def _abort(self) -> None:
         """NVRx's monitor thread: free the main thread, wherever it is blocked."""
         self._rounds.abort()
+        wait_for_imports(NvrxRestarter._once.__code__, self._limits.soft)
         threading.Thread(target=self._urge, name="keepstep-urge", daemon=True).start()
 
     def _unwound(self) -> None:
         """The main thread, after the attempt; NVRx raises nothing any more."""
-        self._rounds.unwound()
+        if not self._cut:
+            self._rounds.unwound()
         ended_by, self._ended_by = self._ended_by, None
         drop(ended_by)
         self._rounds.leave()
@@ -155,8 +161,14 @@ class NvrxRestarter:
         """Before and after each attempt.
 
         Raises:
-            RuntimeError: a check says that this node cannot go on.
+            RuntimeError: a check says that this node cannot go on, or this process cannot.
         """
+        if self._cut:
+            text = (
+                "NVRx's interruption cut an import in two, which would fail again in this process"
+            )
+            sys.stderr.write(f"keepstep: {text}\n")
+            raise RuntimeError(text)
         for finding in run_all([MemoryAvailable(_MIN_MEMORY_BYTES), GpuPresence(0)]):
             if finding.status == "bad" and finding.action != "continue":
                 text = f"health check {finding.check} is bad: {finding.detail}"
