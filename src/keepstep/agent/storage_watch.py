@@ -65,6 +65,8 @@ class StorageWatch:
         self._asked = 0
         self._answered = 0
         self._sizes: dict[int, list[int]] = {}
+        self._last = (0, 0)
+        """Step of the last save, and how many steps it came after the one before."""
         self._told_rate = self._warned = False
 
     def staged(self, step: int, nbytes: int, step_s: float) -> None:
@@ -79,7 +81,7 @@ class StorageWatch:
         if len(sizes) < self._nproc:
             return
         self._sizes.clear()
-        size, every = sum(sizes), self._settings.every_steps
+        size, every = sum(sizes), self._every(step)
         if not self._told_rate:
             self._told_rate = True
             told = events.StorageRated(
@@ -94,6 +96,15 @@ class StorageWatch:
         if warning:
             self._warned = True
             self._say(f"warning: {warning}")
+
+    def _every(self, step: int) -> int:
+        """After how many steps a save is due; 0: it is not known."""
+        before, known = self._last
+        self._last = (step, step - before)
+        if self._settings.every_steps:
+            return self._settings.every_steps
+        # The script may have settings of its own. One save in between is no habit.
+        return known if before and step - before == known else 0
 
     def answered(self, number: int) -> None:
         """The coordinator's answer to a ping."""

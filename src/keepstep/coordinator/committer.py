@@ -44,6 +44,9 @@ class Committer:
         self._keep = keep
         self._terms = terms
         self._wake = wake
+        self.at: tuple[int, int] | None = None
+        """The commit in progress: which one it is, counted from 1, and its step."""
+        self._begun = 0
         self._todo: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="keepstep-commit", daemon=True)
@@ -68,11 +71,14 @@ class Committer:
     def _run(self) -> None:
         while (ready := self._todo.get()) is not None:
             error = ""
+            self._begun += 1
+            self.at = (self._begun, ready.version.step)
             try:
                 check(self._root, self._lease)
                 commit(self._root, ready.folder, ready.version)
             except (KeepstepError, OSError) as problem:
                 error = str(problem)
+            self.at = None
             self._done.put((ready.version, error))
             self._wake()
             if not error:

@@ -14,7 +14,7 @@ import socket
 import threading
 from pathlib import Path
 
-from keepstep import events
+from keepstep import events, linux
 from keepstep.checkpoint.lineage import Lineage
 from keepstep.checkpoint.resume import finder
 from keepstep.checkpoint.retention import Keep
@@ -26,6 +26,7 @@ from keepstep.coordinator.rounds import Rounds
 from keepstep.coordinator.saves import Saves, Settled
 from keepstep.errors import ExitCode
 from keepstep.policy.skipping import skip_line
+from keepstep.policy.storage_stall import Stall
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.loop import Loop
 from keepstep.wire.messages import (
@@ -123,6 +124,7 @@ class Coordinator:
         self._store_round = 0
         keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every_steps)
         self._committer = Committer(self._root, keep, self._loop.wake, run_dir / "terms", lease)
+        self._stall = Stall(config.checkpoint.stall_s)
         self._gone = False
 
     def _emit(
@@ -166,9 +168,28 @@ class Coordinator:
             self._settled(settled)
         for settled in self._saves.late(now):
             self._settled(settled)
+        self._look_at_commit(now)
         self._answer(self._store.expire(now))
         self._rounds.progress(now)
         self._send()
+
+    def _look_at_commit(self, now: float) -> None:
+        """Tell of a commit that storage blocks."""
+        at, pid = self._committer.at, os.getpid()
+        news, idle = self._stall.look(at, now), round(self._stall.idle_s, 3)
+        if news == "stalled" and at is not None:
+            state = linux.state(pid)
+            stalled = events.StorageStalled(process="commit", pid=pid, state=state, idle_s=idle)
+            self._emit(stalled, step=at[1])
+            text = (
+                f"storage has taken nothing for {idle:.0f} s: commit of step {at[1]}, process "
+                f"{pid}, state {state}; training goes on"
+            )
+            self._channel.send(Notice(kind="fail", text=text, step=at[1]))
+        elif news:
+            self._emit(events.StorageMoves(process="commit", idle_s=idle))
+            text = f"storage goes on after {idle:.0f} s in which a commit waited for it"
+            self._channel.send(Notice(kind="fail", text=text))
 
     def _send(self) -> None:
         if self._rounds.opened_round != self._store_round:
