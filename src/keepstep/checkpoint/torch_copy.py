@@ -12,7 +12,7 @@ import functools
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -21,8 +21,7 @@ CHUNK_BYTES = 8 << 20
 """Bytes copied between two looks at ``called_off``; well below a millisecond."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A tensor whose bytes, in the order of its elements, go to ``start`` of an image."""
 
     name: str

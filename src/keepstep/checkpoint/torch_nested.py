@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,7 @@ from keepstep.errors import CheckpointError, CheckpointMismatch
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     """A live tensor and its name in the checkpoint.
 
     ``replicated``: every rank of the world holds the same values, so one of them writes.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +31,7 @@ BY_NAME = "by_name"
 their ``options``. Other libraries' checkpoints have them so."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Owner:
+class _Owner(NamedTuple):
     """A parameter, the prefix of its state's names, and its group's index.
 
     ``stable``: nothing but a step that torch's hooks see changes it and its state.

@@ -13,8 +13,8 @@ import bisect
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,8 +69,7 @@ DTYPES: dict[torch.dtype, str] = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor that this rank writes.
 
     ``tensor`` is the live local part (it changes when training goes on), ``global_shape`` and
@@ -404,7 +403,7 @@ class _Places:
             return at >= 0 and address < changing[at][1]
 
         return tuple(
-            replace(entry, stable=False, counted=())
+            entry._replace(stable=False, counted=())
             if entry.stable and shared(entry.tensor)
             else entry
             for entry in entries
