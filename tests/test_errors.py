@@ -17,6 +17,8 @@ EXIT_CODES = {
     "KeepstepError": 70,
     "UsageError": 64,
     "EngineUnavailable": 64,
+    "NotEnoughMemory": 64,
+    "FolderInUse": 64,
     "CheckpointError": 65,
     "CheckpointNotFound": 65,
     "CheckpointCorrupt": 65,

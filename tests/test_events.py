@@ -23,6 +23,7 @@ KNOWN_KINDS = {
     "checkpoint.shard",
     "checkpoint.commit checkpoint.fail checkpoint.skip checkpoint.retry checkpoint.memory",
     "checkpoint.unusable restore.begin restore.end",
+    "storage.rated storage.stalled storage.moves",
     "fault.injected health.finding stop.notice",
 }
 HEAD = ["v", "run", "src", "node", "t", "mono", "seq", "kind", "rank", "world", "round", "step"]

@@ -294,3 +294,26 @@ def test_memory_that_cannot_be_had_is_an_error_and_no_signal() -> None:
         with pytest.raises(OSError, match=r"Bad address|allocate"):
             linux.populate(buffer, fd)
     os.close(fd)
+
+
+def test_what_a_process_does_is_told_by_a_letter_and_when_it_started_by_a_number() -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    started = linux.started_ticks(child.pid)
+    assert started >= linux.started_ticks(os.getpid()) > 0
+    child.send_signal(signal.SIGSTOP)
+    wait_until(lambda: linux.state(child.pid) == "T", "it is stopped")
+    assert linux.started_ticks(child.pid) == started
+    child.kill()
+    wait_until(lambda: linux.state(child.pid) == "Z", "it has ended")
+    assert linux.started_ticks(child.pid) == 0
+    child.wait()
+    assert (linux.state(child.pid), linux.written(child.pid)) == ("", -1)
+
+
+def test_bytes_given_to_storage_are_counted(tmp_path: Path) -> None:
+    before = linux.written(os.getpid())
+    with (tmp_path / "file").open("wb") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+    assert linux.written(os.getpid()) >= before >= 0

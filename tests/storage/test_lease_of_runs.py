@@ -10,6 +10,7 @@ import pytest
 
 from keepstep.checkpoint import lease
 from keepstep.checkpoint.lease import LeaseFiles
+from tests.agent.observe.watched import Watched
 from tests.process.job import LOOP, Job, finish_file
 
 pytestmark = pytest.mark.process
@@ -59,3 +60,13 @@ def test_a_run_that_lost_its_folder_says_so(tmp_path: Path) -> None:
         first.until(lambda: "taken over by run 'theirs' on far" in first.err, "the loss is told")
         finish_file(tmp_path / "one").touch()
         assert first.wait() == 0
+
+
+def test_under_another_launcher_a_run_that_lost_its_folder_ends(tmp_path: Path) -> None:
+    with Watched(tmp_path, ["100000"]) as run:
+        folder = run.run_dir / "checkpoints"
+        run.until(lambda: LeaseFiles(folder).numbers() == [1], "the folder is held")
+        theirs = msgspec.structs.replace(lease.of_process("theirs", 1, 1000.0), host="far")
+        assert LeaseFiles(folder).create(2, theirs)
+        assert run.wait() == 64
+        assert "taken over by run 'theirs' on far" in run.ending

@@ -9,6 +9,7 @@ import pytest
 from keepstep.wire import messages
 from keepstep.wire.messages import (
     FROM_COORDINATOR,
+    FROM_LEASE,
     FROM_RANK,
     FROM_WRITER,
     FROM_ZYGOTE,
@@ -33,6 +34,7 @@ DIRECTIONS: dict[str, Any] = {
     "from rank": FROM_RANK,
     "to writer": TO_WRITER,
     "from writer": FROM_WRITER,
+    "from lease process": FROM_LEASE,
     "to coordinator": TO_COORDINATOR,
     "from coordinator": FROM_COORDINATOR,
 }
@@ -45,6 +47,7 @@ SAMPLES: dict[Any, Any] = {
     list[str]: ["a", "b"],
     list[bytes]: [b"a", b"\xff"],
     dict[str, str]: {"RANK": "0"},
+    tuple[str, str, str, str]: ("a", "b", "c", "d"),
     dict[str, int]: {"default": 41},
     Version: Version(run="demo", term=1, round=2, step=3, world=4),
 }
