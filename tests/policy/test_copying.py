@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.policy.copying import AGAIN_EVERY, MINIMUM, CopyPolicy, Mode
+from keepstep.policy.copying import AGAIN_AFTER, AGAIN_MOST, MINIMUM, WARM_UP, CopyPolicy, Mode
 
 STEP_S = 0.5
 
@@ -45,46 +45,74 @@ def test_after_the_first_saves_the_cheaper_way_is_taken(
 ) -> None:
     training = Training({"overlap": overlap, "blocking": blocking})
     training.steps(3 * MINIMUM)
-    for _ in range(4 * MINIMUM + 10):
+    known = WARM_UP + 2 * MINIMUM
+    for _ in range(known + AGAIN_AFTER):
         training.save()
         training.steps(every)
     cheaper = "overlap" if overlap <= blocking + 1e-9 else "blocking"
     if abs(overlap - blocking) > 1e-9:
-        assert set(training.modes[4 * MINIMUM :]) == {cheaper}
+        assert set(training.modes[known:]) == {cheaper}
 
 
 def test_the_first_saves_take_turns_and_overlap_is_first() -> None:
     training = Training({"overlap": 0.1, "blocking": 0.2})
     training.steps(5)
-    for _ in range(2 * MINIMUM):
+    for _ in range(WARM_UP + 2 * MINIMUM):
         training.save()
         training.steps(2)
-    assert training.modes == ["overlap", "blocking"] * MINIMUM
+    assert training.modes == ["overlap"] * WARM_UP + ["overlap", "blocking"] * MINIMUM
+
+
+def test_saves_that_are_slow_because_all_is_new_do_not_count() -> None:
+    training = Training({"overlap": 9.0, "blocking": 9.0})
+    training.steps(5)
+    for _ in range(WARM_UP):
+        training.save()
+        training.steps(2)
+    training.cost = {"overlap": 0.1, "blocking": 0.2}
+    for _ in range(2 * MINIMUM + 1):
+        training.save()
+        training.steps(2)
+    assert training.modes[-1] == "overlap"
 
 
 def test_the_choice_follows_a_change_of_the_costs() -> None:
     training = Training({"overlap": 0.1, "blocking": 0.2})
     training.steps(5)
-    for _ in range(3 * AGAIN_EVERY):
+    for _ in range(3 * AGAIN_AFTER):
         training.save()
         training.steps(2)
     before = len(training.modes)
     training.cost = {"overlap": 0.3, "blocking": 0.2}
-    for _ in range(3 * AGAIN_EVERY):
+    for _ in range(8 * AGAIN_AFTER):
         training.save()
         training.steps(2)
     assert [training.modes[before - 1], training.modes[-1]] == ["overlap", "blocking"]
 
 
-def test_the_other_way_is_tried_again_but_rarely() -> None:
-    training = Training({"overlap": 0.1, "blocking": 0.2})
+def test_a_wrong_choice_is_found_out_soon() -> None:
+    training = Training({"overlap": 0.3, "blocking": 0.2})
     training.steps(5)
-    saves = 2 * MINIMUM + 4 * (AGAIN_EVERY + 1)
-    for _ in range(saves):
+    for _ in range(WARM_UP + 2 * MINIMUM + 1):
         training.save()
         training.steps(2)
-    counted = Counter(training.modes[2 * MINIMUM :])
-    assert counted == {"overlap": 4 * AGAIN_EVERY, "blocking": 4}
+    training.cost["overlap"] = 0.1  # it only seemed to be dear
+    for _ in range(AGAIN_AFTER + MINIMUM):
+        training.save()
+        training.steps(2)
+    assert training.save() == "overlap"
+
+
+def test_the_other_way_is_measured_again_but_more_and_more_rarely() -> None:
+    training = Training({"overlap": 0.1, "blocking": 0.2})
+    training.steps(5)
+    known = WARM_UP + 2 * MINIMUM
+    for _ in range(known + 4 * AGAIN_MOST):
+        training.save()
+        training.steps(2)
+    late = Counter(training.modes[known:])
+    rounds = 8  # after 10, 20, 40, 80, 160, 320, 320 and 320 saves
+    assert late["blocking"] in (MINIMUM * (rounds - 1), MINIMUM * rounds)
 
 
 def test_waiting_for_a_slot_is_no_cost_of_copying() -> None:
@@ -117,7 +145,7 @@ def test_a_pause_and_two_saves_between_two_steps_are_not_measured() -> None:
 def test_where_every_step_saves_whole_steps_are_compared() -> None:
     training = Training({"overlap": 0.3, "blocking": 0.2})
     training.steps(1)
-    for _ in range(2 * MINIMUM + 1):
+    for _ in range(WARM_UP + 2 * MINIMUM + 1):
         training.save()
         training.steps(1)
     choice = training.policy.choose()
@@ -129,7 +157,7 @@ def test_where_every_step_saves_whole_steps_are_compared() -> None:
 def test_costs_are_told() -> None:
     training = Training({"overlap": 0.03, "blocking": 0.084})
     training.steps(5)
-    for _ in range(2 * MINIMUM):
+    for _ in range(WARM_UP + 2 * MINIMUM):
         training.save()
         training.steps(2)
     reason = training.policy.choose().reason
@@ -153,7 +181,7 @@ def test_what_is_forbidden_is_never_chosen_again(wanted: Mode) -> None:
     training.steps(5)
     training.policy.forbid_overlap("model.0.weight was changed")
     training.policy.forbid_overlap("something later")
-    for _ in range(2 * AGAIN_EVERY):
+    for _ in range(4 * AGAIN_AFTER):
         training.save()
         training.steps(2)
     assert set(training.modes) == {"blocking"}

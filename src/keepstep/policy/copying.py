@@ -3,7 +3,8 @@
 Pure; used in the ranks. The cost of a save is the time from one optimizer step to the next with the
 save in between, over the usual time between two steps. So everything counts that training pays: the
 stall at the call, cores and memory that the copy takes away, and waiting for its end. The first
-saves try both ways in turn; then the cheaper one is taken, and the other is tried again rarely.
+saves try both ways in turn; then the cheaper one is taken, and the other is measured afresh, at
+first soon and then more and more rarely.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ WINDOW = 7
 """Saves of each kind that are remembered."""
 STEPS = 64
 """Steps without a save that are remembered."""
-AGAIN_EVERY = 50
-"""Saves after which the other way is tried once more."""
+WARM_UP = 2
+"""Saves that are not measured: memory is still being made, and other things start too."""
+AGAIN_AFTER = 10
+"""Saves after which the other way is measured again for the first time; then after twice as many,
+and so on up to ``AGAIN_MOST``."""
+AGAIN_MOST = 320
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,10 @@ class CopyPolicy:
             "blocking": deque(maxlen=WINDOW),
         }
         self._steps: deque[float] = deque(maxlen=STEPS)
+        self._warm_up = WARM_UP
+        self._again_after = AGAIN_AFTER
         self._decided = 0
-        """Saves since the other way was tried."""
+        """Saves since both ways were known."""
         self._last: float | None = None
         self._saves: list[Mode] = []
         self._excluded_s = 0.0
@@ -66,20 +73,28 @@ class CopyPolicy:
             return Choice(self._wanted, f"checkpoint.copy is {self._wanted}")
         if beside:
             return Choice("overlap", "the GPU copies beside its other work")
-        overlap, blocking = self._costs["overlap"], self._costs["blocking"]
-        if min(len(overlap), len(blocking)) < MINIMUM:
-            mode: Mode = "overlap" if len(overlap) <= len(blocking) else "blocking"
-            turn = len(self._costs[mode]) + 1
-            return Choice(mode, f"measuring, {turn} of {MINIMUM}")
-        cost = {name: statistics.median(seen) * 1e3 for name, seen in self._costs.items()}
-        what = "a save costs" if self.step_s else "a step with a save takes"
-        found = f"{what} {cost['overlap']:.0f} ms with overlap and {cost['blocking']:.0f} blocking"
+        measured = self._measured()
+        if measured is not None:
+            return measured
+        cost = {name: max(0.0, statistics.median(seen)) for name, seen in self._costs.items()}
         cheaper: Mode = "overlap" if cost["overlap"] <= cost["blocking"] else "blocking"
         self._decided += 1
-        if self._decided <= AGAIN_EVERY:
-            return Choice(cheaper, found)
-        self._decided = 0
-        return Choice("blocking" if cheaper == "overlap" else "overlap", f"{found}; trying again")
+        if self._decided >= self._again_after:
+            self._decided = 0
+            self._again_after = min(2 * self._again_after, AGAIN_MOST)
+            self._costs["blocking" if cheaper == "overlap" else "overlap"].clear()
+        what = "a save costs" if self.step_s else "a step with a save takes"
+        in_ms = {name: f"{seconds * 1e3:.0f}" for name, seconds in cost.items()}
+        found = f"{what} {in_ms['overlap']} ms with overlap and {in_ms['blocking']} blocking"
+        return Choice(cheaper, found)
+
+    def _measured(self) -> Choice | None:
+        """What is to be measured next, if too little is known."""
+        overlap, blocking = self._costs["overlap"], self._costs["blocking"]
+        if min(len(overlap), len(blocking)) >= MINIMUM:
+            return None
+        mode: Mode = "overlap" if len(overlap) <= len(blocking) else "blocking"
+        return Choice(mode, f"measuring, {len(self._costs[mode]) + 1} of {MINIMUM}")
 
     def began(self, mode: Mode, *, excluded_s: float = 0.0) -> None:
         """A save was begun in ``mode``.
@@ -103,6 +118,8 @@ class CopyPolicy:
             if len(self._steps) == MINIMUM:  # until now the costs were whole steps
                 for seen in self._costs.values():
                     seen.clear()
+        elif self._warm_up:
+            self._warm_up -= 1
         elif len(saves) == 1:
             self._costs[saves[0]].append(length - self.step_s)
 
