@@ -29,7 +29,7 @@ def test_export_says_what_it_made(trained: Path, to: str) -> None:
     result = run_command("export", trained, trained / "out", "--to", to)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    what = "7 tensors (328 B)" if to == "safetensors" else "everything"
+    what = "7 tensors (328 B)" if to == "safetensors" else "everything (992 B)"
     assert result.stdout == f"step-00000001: {what} written to {trained / 'out'}\n"
     assert (trained / "out").is_dir() == (to == "dcp")
 
@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_is_not_exported(trained: Path) -> None:
     result = run_command("export", trained, trained / "out", "--to", "torch")
     assert result.exit_code == 65
     assert "step-00000001 is damaged: rank-00000.safetensors: 1 of its 1 blocks" in result.stderr
-    assert "Nothing was written. Export an older one, with --step." in result.stderr
+    assert "Nothing was written. Export another one, with --step." in result.stderr
     assert not (trained / "out").exists()
 
 

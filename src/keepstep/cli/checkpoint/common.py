@@ -109,16 +109,16 @@ def nothing(root: Path, damaged: int, unfinished: int, which: str = "") -> Check
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table; without frames, colours and cuts when the output is not a terminal."""
+    """A table; without frames, colours and cuts when it does not go to a terminal or fit there."""
     console = Console()
-    if console.is_terminal:
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    if console.is_terminal and sum(widths) + 3 * len(widths) < console.width:
         framed = Table(*head)
         for row in rows:
             framed.add_row(*row)
         console.print(framed, markup=False)
         return
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         typer.echo("  ".join(cells).rstrip())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,27 +68,41 @@ def export_command(
         writer = None if to == "safetensors" else _torch_module("torch_export")
         _verify(root, folder)
         source = ManifestSource(root, folder)
-        names: Sequence[str] = only or ()
         if writer is None:
-            chosen = safetensors_export.names_of(source, names, strip_prefix=strip_prefix)
-            stored = source.tensors(0)
-            total = sum(nbytes(stored[name]) for name in chosen.values())
-            limit = max(1, int(max_shard_gib * (1 << 30))) if max_shard_gib else 0
-            with progress_bar("writing", total) as more:
-                files = safetensors_export.export(
-                    source, chosen, path, max_shard_bytes=limit, progress=more
-                )
-            what = f"{len(chosen)} tensors ({size(total)})"
-            what += f" in {len(files)} files" if files else ""
+            what = _to_safetensors(source, path, only or (), strip_prefix, max_shard_gib)
         else:
-            total = sum(nbytes(tensor) for tensor in source.tensors(0).values())
             export = writer.to_torch if to == "torch" else writer.to_dcp
-            with progress_bar("writing", total) as more:
-                left_out = export(source, path, names, more)
-            what = ", ".join(names) or "everything"
-            for sentence in left_out:
-                typer.echo(f"left out: {sentence}", err=True)
+            what = _with_torch(source, path, only or (), export)
         typer.echo(f"{folder}: {what} written to {path}")
+
+
+def _to_safetensors(
+    source: ManifestSource,
+    path: Path,
+    only: Sequence[str],
+    strip_prefix: bool,
+    max_shard_gib: float,
+) -> str:
+    """Write the modules; returns what was written, in words."""
+    names = safetensors_export.names_of(source, only, strip_prefix=strip_prefix)
+    stored = source.tensors(0)
+    total = sum(nbytes(stored[name]) for name in names.values())
+    limit = max(1, int(max_shard_gib * (1 << 30))) if max_shard_gib else 0
+    with progress_bar("writing", total) as more:
+        files = safetensors_export.export(source, names, path, max_shard_bytes=limit, progress=more)
+    return f"{len(names)} tensors ({size(total)})" + (f" in {len(files)} files" if files else "")
+
+
+def _with_torch(
+    source: ManifestSource, path: Path, only: Sequence[str], export: Callable[..., list[str]]
+) -> str:
+    """Write what torch reads; returns what was written, in words."""
+    total = sum(nbytes(tensor) for tensor in source.tensors(0).values())
+    with progress_bar("writing", total) as more:
+        left_out = export(source, path, only, more)
+    for sentence in left_out:
+        typer.echo(f"left out: {sentence}", err=True)
+    return ", ".join(only) or f"everything ({size(total)})"
 
 
 def _verify(root: Path, folder: str) -> None:
@@ -103,7 +117,7 @@ def _verify(root: Path, folder: str) -> None:
             f"{folder} is damaged: {first.file}: {first.detail}",
             where=str(root),
             done="nothing was written",
-            advice="export an older one, with --step",
+            advice="export another one, with --step",
         )
 
 
