@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from keepstep.checkpoint import catalog, dcp_metadata, importing, safetensors_export, verify
+from keepstep.checkpoint import (
+    catalog,
+    dcp_metadata,
+    importing,
+    new_path,
+    safetensors_export,
+    verify,
+)
 from keepstep.checkpoint.source import ManifestSource
 from keepstep.checkpoint.tensor_bytes import nbytes
 from keepstep.cli.checkpoint.common import (
@@ -65,6 +72,7 @@ def export_command(
             )
         root, path = root_of(run), Path(to_path)
         folder = choose_one(root, step)
+        new_path.check(path)  # before much is read
         writer = None if to == "safetensors" else _torch_module("torch_export")
         _verify(root, folder)
         source = ManifestSource(root, folder)
