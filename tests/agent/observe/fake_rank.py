@@ -26,11 +26,10 @@ from keepstep.wire.messages import Failed, Go
 
 _SAVE_EVERY = 5
 _STEP_S = 0.02
-_HANG_S = 1.0
+_HANG_S = 2.0
 """How long a hung rank lives before something like NVRx's monitor kills it."""
-
-
-_SLOW_S = 1.2
+_SLOW_S = 2.0
+"""Longer than the observer's limit, which is two thirds of the soft limit of ``watched``."""
 
 
 class _Leave(Exception):

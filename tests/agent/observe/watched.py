@@ -15,7 +15,7 @@ IN_PROCESS = (*LAUNCHER_ONLY, "--set", "engine.restart=nvrx")
 _LIMITS = {
     "heartbeat.min_limit_s": "1",
     "heartbeat.interval_s": "0.05",
-    "nvrx.soft_limit_s": "0.5",
+    "nvrx.soft_limit_s": "1.5",
     "restart.settle_s": "0.3",
 }
 
