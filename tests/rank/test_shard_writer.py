@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class OneSlot:
         self.submitted: list[tuple[int, Version]] = []
         self.closed: list[bool] = []
         self.full = False
+        self.busy = False
         self.prepared: list[tuple[int, int]] = []
         self.released = 0
 
@@ -140,3 +142,33 @@ def test_the_size_of_a_save_is_known_before_it_and_memory_is_made_for_it() -> No
     with pytest.raises(CheckpointError, match="t cannot be kept"):
         writer.size_of({"t": torch.ones(1).to_sparse()})
     writer.close()
+
+
+def test_a_save_of_many_tensors_starts_no_collection_of_cycles() -> None:
+    staging = OneSlot()
+    writer = NativeShardWriter(staging, rank=0, world=1)
+    state: dict[str, object] = {"many": [torch.ones(1) for _ in range(1500)]}
+    collections: list[object] = []
+
+    def note(phase: str, about: object) -> None:
+        if phase == "start" and staging.busy:
+            collections.append(about)
+
+    gc.callbacks.append(note)
+    try:
+        for enabled in (False, True):
+            (gc.enable if enabled else gc.disable)()
+            staging.busy = True
+            writer.begin(state, version(), Path("unused"))
+            staging.busy = False
+            writer.settle()
+            assert gc.isenabled() == enabled
+            assert len(collections) <= enabled  # a short one, as soon as they are allowed again
+        gc.enable()
+        with pytest.raises(CheckpointError):
+            writer.begin({"t": torch.ones(1).to_sparse()}, version(), Path("unused"))
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+        gc.callbacks.remove(note)
+        staging.close()
