@@ -163,7 +163,8 @@ def test_a_save_of_many_tensors_starts_no_collection_of_cycles() -> None:
             staging.busy = False
             writer.settle()
             assert gc.isenabled() == enabled
-            assert len(collections) <= enabled  # a short one, as soon as they are allowed again
+            # Short ones, as soon as they are allowed again: after flattening, and after copying.
+            assert len(collections) <= 2 * enabled
         gc.enable()
         with pytest.raises(CheckpointError):
             writer.begin({"t": torch.ones(1).to_sparse()}, version(), Path("unused"))
