@@ -43,8 +43,9 @@ from keepstep.wire.messages import (
 )
 from keepstep.wire.types import Version
 
-WRITERS = 2
-"""Shards written at the same time; more did not make storage faster."""
+WRITERS = 4
+"""Shards written at the same time. Two are enough for a disk; one that waits to try again must not
+keep the others waiting."""
 POLL_S = 0.02
 FIRST_DELAY_S = 0.5
 """Before the first retry; each further one waits twice as long."""
