@@ -290,12 +290,13 @@ class Job:
         return [pid for pid in found if lives(pid)]
 
     def helper(self, module: str) -> int:
-        """The process of the agent that runs ``python -m keepstep.<module>``."""
+        """The process of the agent that runs ``python -m keepstep.<module>``, or its file."""
+        names = (f"keepstep.{module}", f"keepstep/{module.replace('.', '/')}.py")
 
         def look() -> int:
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    if any(f"keepstep.{module}" in word for word in child.cmdline()):
+                    if any(name in word for word in child.cmdline() for name in names):
                         return int(child.pid)
             return 0
 

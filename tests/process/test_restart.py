@@ -172,7 +172,8 @@ def test_spares_that_die_are_nobodys_fault_and_a_rank_can_be_replaced_after_them
     with Job(tmp_path, LOOP, arguments=arguments) as job:
         first = job.running()
         known = {*first, job.process.pid}
-        known |= {job.helper(name) for name in ("coordinator", "rank.zygote", "checkpoint.writer")}
+        names = ("coordinator", "rank.zygote", "checkpoint.writer", "checkpoint.lease_process")
+        known |= {job.helper(name) for name in (*names, "agent.event_writer")}
         killed: set[int] = set()
         for _ in range(4):
             spares = job.until(lambda: set(job.pids()) - known - killed, "there is a spare")
@@ -316,9 +317,10 @@ def test_twenty_kills_leave_the_agent_with_the_processes_and_descriptors_of_befo
 
 
 def _ready_for_the_next(job: Job) -> bool:
-    """Whether there are two ranks and one spare beside agent, coordinator, zygote and writer."""
+    """Whether there are two ranks and one spare beside agent, coordinator, zygote, writer, and the
+    processes that hold the lease and write events."""
     parked = list((job.run_dir / "logs").glob("parked-*.stdout.log"))
-    return len(parked) == 1 and len(job.pids()) == 7
+    return len(parked) == 1 and len(job.pids()) == 9
 
 
 def _descriptors(pid: int) -> int:

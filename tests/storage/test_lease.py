@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from keepstep.checkpoint import lease
@@ -142,6 +144,28 @@ def test_a_holder_whose_folder_was_taken_over_hears_of_it(tmp_path: Path) -> Non
     mine.close()
     newest = LeaseFiles(tmp_path).newest()
     assert newest is not None and newest.lease == theirs
+
+
+def test_a_killed_holder_is_replaced_and_goes_on_with_the_same_lease(tmp_path: Path) -> None:
+    mine = keeper(tmp_path)
+    assert mine.claim() == 1
+    (holder,) = (
+        child.pid
+        for child in psutil.Process().children()
+        if "keepstep.checkpoint.lease_process" in child.cmdline()
+    )
+    os.kill(holder, signal.SIGKILL)
+
+    def renewed() -> bool:
+        assert mine.lost() == ""
+        newest = LeaseFiles(tmp_path).newest()
+        return newest is not None and newest.lease is not None and newest.lease.beat > 10**6
+
+    wait_until(renewed, "the lease is renewed again")
+    assert LeaseFiles(tmp_path).numbers() == [1]
+    mine.close()
+    newest = LeaseFiles(tmp_path).newest()
+    assert newest is not None and newest.lease is not None and newest.lease.released
 
 
 def test_the_same_process_can_claim_again(tmp_path: Path) -> None:

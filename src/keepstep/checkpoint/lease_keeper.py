@@ -22,6 +22,7 @@ from keepstep.wire.messages import FROM_LEASE, LeaseNews
 
 ANSWER_S = 30.0
 """How long storage may take to answer at all."""
+_STARTS = 4
 CLOSE_S = 5.0
 """How long letting go may take; then the lease ends with the life of its owner."""
 
@@ -68,6 +69,7 @@ class LeaseKeeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel[FROM_LEASE] | None = None
         self._lost = ""
+        self._starts = 0
         self.number = 0
         """The lease that is held; 0 before ``claim``."""
 
@@ -96,7 +98,9 @@ class LeaseKeeper:
         return self.number
 
     def _start(self) -> None:
+        self._starts += 1
         ours, theirs = pair()
+        renew = ["--renew", str(self.number)] if self.number else []
         command = [sys.executable, "-m", "keepstep.checkpoint.lease_process"]
         try:
             with theirs, contextlib.ExitStack() as files:
@@ -104,7 +108,7 @@ class LeaseKeeper:
                 # for a process that storage does not let end.
                 log = files.enter_context(self._log.open("ab")) if self._log else None
                 self._process = subprocess.Popen(
-                    [*command, "--fd", str(theirs.fileno()), *self._arguments],
+                    [*command, "--fd", str(theirs.fileno()), *self._arguments, *renew],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=log or subprocess.DEVNULL,
@@ -151,6 +155,8 @@ class LeaseKeeper:
             select.select([channel], [], [], limit_s)
         alive = channel.read()
         news = list(channel.messages())
+        if not alive and self.number and not any(one.kind == "lost" for one in news):
+            self._replace()
         if not alive and not news and not self.number:
             raise CheckpointNotWritable(
                 "the process that holds the folder's lease ended before it had it",
@@ -160,8 +166,25 @@ class LeaseKeeper:
             )
         return news
 
+    def _replace(self) -> None:
+        """The process was killed: another one goes on with the same lease."""
+        channel, self._channel = self._channel, None
+        process, self._process = self._process, None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+        if self._lost or self._starts >= _STARTS:
+            return  # others take the folder for free in the end
+        with contextlib.suppress(CheckpointNotWritable):
+            self._start()
+
     def lost(self) -> str:
-        """Who has taken the folder over, as a sentence; empty while the lease is held."""
+        """Who has taken the folder over, as a sentence; empty while the lease is held.
+
+        To be called now and then: a process that was killed is replaced here.
+        """
         for news in self._hear(0.0):
             if news.kind == "lost":
                 self._lost = news.text

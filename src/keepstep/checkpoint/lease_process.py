@@ -51,6 +51,12 @@ class Holder:
         self._idle = idle
         self._wall = wall
 
+    def renew(self, number: int, beat_s: float) -> None:
+        """Go on with a lease that was claimed before, by a process that has ended."""
+        # Further than the other can have counted: others see that somebody lives.
+        self._me = msgspec.structs.replace(self._me, beat=int(self._wall()))
+        self._hold(number, beat_s)
+
     def serve(self, taker: Taker, beat_s: float, poll_s: float, where: str) -> None:
         """Hold the lease until the owner is gone or another job has taken it."""
         try:
@@ -130,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", default="", help="run id")
     parser.add_argument("--owner", type=int, required=True, help="process that the lease is for")
     parser.add_argument("--relieves", action="store_true", help="an older start of the run may go")
+    parser.add_argument("--renew", type=int, default=0, help="the lease that is held already")
     parser.add_argument("--expiry-s", type=float, default=lease.EXPIRY_S)
     parser.add_argument("--beat-s", type=float, default=lease.BEAT_S)
     parser.add_argument("--poll-s", type=float, default=lease.POLL_S)
@@ -152,6 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     holder = Holder(LeaseFiles(told.root), me, tell, partial(_idle, channel.sock, me))
     try:
+        if told.renew:
+            holder.renew(told.renew, told.beat_s)
+            return 0
         holder.serve(taker, told.beat_s, told.poll_s, str(told.root))
     finally:
         channel.close()
