@@ -343,6 +343,23 @@ def test_a_save_while_all_slots_are_in_use_is_skipped_and_finalize_does_not_mind
     assert err.count("checkpoint of step 4 was skipped: 2 saves") == 1
 
 
+def test_a_save_that_one_rank_could_not_begin_is_told_to_all_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"t": torch.ones(2)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.async_save(state, 1)
+        checkpointer.finalize()
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "room", lambda: memory.Room(0, 1 << 20, "the machine's memory"))
+            with pytest.raises(NotEnoughMemory):  # the state has grown
+                checkpointer.async_save({"t": torch.ones(1 << 20)}, 2)
+        with pytest.raises(SaveFailed, match="save of step 2 could not be begun"):
+            checkpointer.async_save(state, 3)
+        checkpointer.async_save(state, 3)
+    assert catalog.committed(tmp_path)[0].step == 3
+
+
 def test_a_save_may_wait_instead(tmp_path: Path) -> None:
     state = {"t": torch.ones(2)}
     with Checkpointer(tmp_path, keep_last=9, when_busy="wait") as checkpointer:

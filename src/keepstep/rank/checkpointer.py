@@ -243,8 +243,15 @@ class Checkpointer:
             step=step,
             world=session.world,
         )
-        save = Save(step, session.writer.begin(state, version, self._root))
-        self._account.add(save)
+        save = Save(step, None)
+        try:
+            save = Save(step, session.writer.begin(state, version, self._root))
+        except Exception as error:
+            # The other ranks may have begun it: they are told before the next one.
+            save.give_up(SaveFailed(f"the save of step {step} could not be begun: {error}"))
+            raise
+        finally:
+            self._account.add(save)
         return save
 
     def poll(self) -> None:
