@@ -72,3 +72,27 @@ def test_a_buffer_that_is_too_small_is_refused() -> None:
     image = ShardImage(flatten({"t": torch.ones(2000)}, rank=0, world=1), version(), 0)
     with pytest.raises(ValueError, match="requested buffer length"):
         image.write_into(bytearray(image.size - 1))
+
+
+def test_a_plan_of_an_earlier_save_gives_the_same_bytes_and_is_dropped_where_a_form_changed() -> (
+    None
+):
+    state = {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.int64), "c": torch.ones(0)}
+    first = ShardImage(flatten({"t": state, "n": {"at": 1}}, rank=0, world=1), version(1), 0)
+    changed = [
+        {**state, "a": torch.zeros(3)},
+        {**state, "a": torch.ones(3, dtype=torch.float64)},
+        {**state, "a": torch.ones(4)},
+        {**state, "d": torch.ones(1)},
+        {"b": state["b"], "a": state["a"], "c": state["c"]},
+    ]
+    for number, other in enumerate(changed):
+        snapshot = flatten({"t": other, "n": {"at": 10**number}}, rank=0, world=1)
+        fresh = ShardImage(snapshot, version(2), 0)
+        again = ShardImage(snapshot, version(2), 0, first.planned)
+        assert (again.planned is first.planned) == (number == 0)
+        assert again.plan.header == fresh.plan.header
+        buffers = [bytearray(fresh.size), bytearray(fresh.size)]
+        fresh.write_into(buffers[0])
+        again.write_into(buffers[1])
+        assert buffers[0] == buffers[1]

@@ -132,6 +132,16 @@ class _Ours(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     values: dict[str, Any]
 
 
+class _OursAsText(msgspec.Struct, frozen=True, kw_only=True):
+    """``_Ours`` with what is the same in each save as text."""
+
+    format: int
+    version: Version
+    rank: int
+    tensors: msgspec.Raw
+    values: Mapping[str, Any]
+
+
 class _Format(msgspec.Struct, frozen=True):
     format: int
 
@@ -162,11 +172,70 @@ class ShardHeader(msgspec.Struct, frozen=True, kw_only=True):
         return {key: typed_json.decode(node, key) for key, node in self.values.items()}
 
 
+class ShardTensors:
+    """The tensors of a shard in file order, and what the header says of them.
+
+    A rank saves the same tensors again and again: this much of the plan can be used again.
+
+    Args:
+        specs: The tensors, in any order.
+
+    Attributes:
+        specs: The tensors in file order.
+        starts: First byte of each tensor, counted from the start of the data.
+        nbytes: Bytes of the data.
+
+    Raises:
+        CheckpointError: a tensor cannot be kept; the message names it.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self.specs = _in_file_order(specs)
+        self.starts: dict[str, int] = {}
+        stored: dict[str, _Stored] = {}
+        places: dict[str, _Place] = {}
+        at = 0
+        for spec in self.specs:
+            end = at + spec.nbytes
+            self.starts[spec.name] = at
+            stored[spec.name] = _Stored(dtype=spec.dtype, shape=spec.shape, data_offsets=(at, end))
+            places[spec.name] = _Place(
+                global_shape=spec.global_shape, offsets=spec.offsets, kind=spec.kind, of=spec.of
+            )
+            at = end
+        self.nbytes = at
+        self._format = FORMAT if any(spec.of for spec in self.specs) else 1
+        self._stored = msgspec.json.encode(stored)
+        self._places = msgspec.Raw(msgspec.json.encode(places))
+
+    def header(self, version: Version, rank: int, values: Mapping[str, Any]) -> bytes:
+        """The first bytes of the file, up to the data, with ``values`` (encoded).
+
+        Raises:
+            CheckpointError: it would be too long.
+        """
+        ours = _OursAsText(
+            format=self._format, version=version, rank=rank, tensors=self._places, values=values
+        )
+        text = msgspec.json.encode({_METADATA: {_OURS: msgspec.json.encode(ours).decode()}})
+        if self.specs:
+            text = text[:-1] + b"," + self._stored[1:]
+        padded = -(-(_LENGTH.size + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
+        if padded > MAX_HEADER:
+            raise CheckpointError(
+                f"the header of a shard would be {padded} bytes, over the limit of {MAX_HEADER}",
+                where=f"rank {rank}, step {version.step}",
+                done="the state was not saved",
+                advice="keep large non-tensor state as tensors",
+            )
+        return _LENGTH.pack(padded) + text.ljust(padded, b" ")
+
+
 class ShardPlan:
     """Where everything of one shard goes in its file image.
 
     Args:
-        specs: The tensors, in any order; the plan orders them.
+        tensors: The tensors, in any order, or as they were planned for an earlier save.
         version: The state that the shard belongs to.
         rank: Whose shard it is.
         values: Non-tensor state by name; see ``typed_json.encode`` for what it may hold.
@@ -174,7 +243,7 @@ class ShardPlan:
 
     Attributes:
         header: The image's first bytes, up to the data.
-        specs: The tensors in file order.
+        tensors: The tensors in file order, for the plan of a later save.
         size: Bytes of the whole image.
 
     Raises:
@@ -183,25 +252,25 @@ class ShardPlan:
 
     def __init__(
         self,
-        specs: Iterable[TensorSpec],
+        tensors: Iterable[TensorSpec] | ShardTensors,
         version: Version,
         rank: int,
         values: Mapping[str, object],
         *,
         encoded: bool = False,
     ) -> None:
-        self.specs = _in_file_order(specs)
+        self.tensors = tensors if isinstance(tensors, ShardTensors) else ShardTensors(tensors)
         self.version = version
         self.rank = rank
         if not encoded:
             values = {key: typed_json.encode(value, key) for key, value in values.items()}
-        self.header = _header(self.specs, version, rank, dict(values))
-        self._offsets: dict[str, int] = {}
-        at = len(self.header)
-        for spec in self.specs:
-            self._offsets[spec.name] = at
-            at += spec.nbytes
-        self.size = at
+        self.header = self.tensors.header(version, rank, values)
+        self.size = len(self.header) + self.tensors.nbytes
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors in file order."""
+        return self.tensors.specs
 
     @property
     def data_start(self) -> int:
@@ -210,7 +279,7 @@ class ShardPlan:
 
     def offset_of(self, name: str) -> int:
         """Where the bytes of tensor ``name`` start, counted from the start of the image."""
-        return self._offsets[name]
+        return len(self.header) + self.tensors.starts[name]
 
 
 def build_header(
@@ -234,40 +303,6 @@ def _in_file_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
             )
         seen.add(spec.name)
     return tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))
-
-
-def _header(
-    specs: tuple[TensorSpec, ...], version: Version, rank: int, values: dict[str, Any]
-) -> bytes:
-    ours = _Ours(
-        format=FORMAT if any(spec.of for spec in specs) else 1,
-        version=version,
-        rank=rank,
-        tensors={
-            spec.name: _Place(
-                global_shape=spec.global_shape, offsets=spec.offsets, kind=spec.kind, of=spec.of
-            )
-            for spec in specs
-        },
-        values=values,
-    )
-    entries: dict[str, Any] = {_METADATA: {_OURS: msgspec.json.encode(ours).decode()}}
-    at = 0
-    for spec in specs:
-        entries[spec.name] = _Stored(
-            dtype=spec.dtype, shape=spec.shape, data_offsets=(at, at + spec.nbytes)
-        )
-        at += spec.nbytes
-    text = msgspec.json.encode(entries)
-    padded = -(-(_LENGTH.size + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
-    if padded > MAX_HEADER:
-        raise CheckpointError(
-            f"the header of a shard would be {padded} bytes, over the limit of {MAX_HEADER}",
-            where=f"rank {rank}, step {version.step}",
-            done="the state was not saved",
-            advice="keep large non-tensor state as tensors",
-        )
-    return _LENGTH.pack(padded) + text.ljust(padded, b" ")
 
 
 def read_header(path: Path) -> ShardHeader:

@@ -76,6 +76,8 @@ class ImageBytes:
         Returns:
             Whether everything was copied.
         """
+        if threads == 1:
+            return self._copy_alone(pieces, called_off)
         jobs = self._jobs(pieces)
         turn = threading.Lock()
         failures: list[BaseException] = []
@@ -105,6 +107,28 @@ class ImageBytes:
         if failures:
             raise failures[0]
         return next(jobs, None) is None
+
+    def _copy_alone(self, pieces: Iterable[Piece], called_off: Callable[[], bool]) -> bool:
+        move, address = ctypes.memmove, self.address
+        for piece in pieces:
+            if called_off():
+                return False
+            tensor, start = piece.tensor, piece.start
+            if not is_plain(tensor):
+                self._convert(piece)
+                continue
+            source, target, left = tensor.data_ptr(), address + start, tensor.nbytes
+            while left > CHUNK_BYTES:
+                move(target, source, CHUNK_BYTES)
+                source, target, left = (
+                    source + CHUNK_BYTES,
+                    target + CHUNK_BYTES,
+                    left - CHUNK_BYTES,
+                )
+                if called_off():
+                    return False
+            move(target, source, left)
+        return True
 
     def _jobs(self, pieces: Iterable[Piece]) -> Iterator[Callable[[], object]]:
         for piece in pieces:

@@ -8,8 +8,9 @@ and what only an optimizer's next step will change, which may be copied until th
 from __future__ import annotations
 
 import mmap
+from typing import NamedTuple
 
-from keepstep.checkpoint.shard_file import ShardPlan, TensorSpec
+from keepstep.checkpoint.shard_file import ShardPlan, ShardTensors, TensorSpec
 from keepstep.checkpoint.torch_copy import ImageBytes, Piece, is_plain
 from keepstep.checkpoint.torch_state import DTYPES, Entry, Snapshot
 from keepstep.wire.types import Version
@@ -18,10 +19,25 @@ SMALL_BYTES = 16 << 10
 """A CPU tensor up to this size is copied at once: that costs less than to keep an eye on it."""
 
 
+class Planned(NamedTuple):
+    """What was worked out for the tensors of a save; it serves for the next one of the same forms.
+
+    ``forms`` is all that the plan depends on; there are no tensors in it.
+    """
+
+    forms: list[tuple[object, ...]]
+    tensors: ShardTensors
+
+
 class ShardImage:
     """The image of one rank's shard of ``version``.
 
+    Args:
+        snapshot: What the rank writes. version: What it belongs to. rank: The rank.
+        planned: Of an earlier save of the rank.
+
     Attributes:
+        planned: For a later one.
         plan: Where everything goes.
         boundary: What has to be copied before the state changes.
         stable: The entries that may be copied until an optimizer steps, and their places.
@@ -30,13 +46,22 @@ class ShardImage:
         CheckpointError: a tensor or a value cannot be kept; the message names it.
     """
 
-    def __init__(self, snapshot: Snapshot, version: Version, rank: int) -> None:
-        specs = [spec_of(entry) for entry in snapshot.entries]
-        self.plan = ShardPlan(specs, version, rank, snapshot.encoded, encoded=True)
+    def __init__(
+        self, snapshot: Snapshot, version: Version, rank: int, planned: Planned | None = None
+    ) -> None:
+        forms: list[tuple[object, ...]] = [
+            (one.name, one.tensor.dtype, one.tensor.shape, *one[2:5], one.of)
+            for one in snapshot.entries
+        ]
+        if planned is None or planned.forms != forms:
+            planned = Planned(forms, ShardTensors(map(spec_of, snapshot.entries)))
+        self.planned = planned
+        self.plan = ShardPlan(planned.tensors, version, rank, snapshot.encoded, encoded=True)
         self.boundary: list[Piece] = []
         self.stable: list[tuple[Entry, Piece]] = []
+        start, starts = self.plan.data_start, planned.tensors.starts
         for entry in snapshot.entries:
-            piece = Piece(entry.name, entry.tensor, self.plan.offset_of(entry.name))
+            piece = Piece(entry.name, entry.tensor, start + starts[entry.name])
             if entry.stable and (piece.nbytes > SMALL_BYTES or not is_plain(entry.tensor)):
                 self.stable.append((entry, piece))
             else:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from keepstep.checkpoint import torch_reader
-from keepstep.checkpoint.torch_image import ShardImage
+from keepstep.checkpoint.torch_image import Planned, ShardImage
 from keepstep.checkpoint.torch_state import flatten
 from keepstep.clock import SYSTEM, Clock
 from keepstep.policy.copying import CopyPolicy
@@ -141,6 +141,7 @@ class NativeShardWriter:
         self._copier = Copier(
             CopyPolicy(copy), rank=rank, check=check_copy, clock=clock, watch=watch
         )
+        self._planned: Planned | None = None
         self.last: PendingWrite | None = None
         self.last_bytes = 0
         self.last_copy_s = 0.0
@@ -160,7 +161,8 @@ class NativeShardWriter:
         self._copier.settle()
         with _uncollected():
             snapshot = flatten(state, rank=self._rank, world=self._world)
-            image = ShardImage(snapshot, version, self._rank)
+            image = ShardImage(snapshot, version, self._rank, self._planned)
+            self._planned = image.planned
         asked = self._clock.mono()
         slot = self._staging.acquire(image.size, self._slot_limit_s)
         began = self._clock.mono()
