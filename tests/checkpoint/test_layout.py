@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -172,15 +173,15 @@ def test_a_stale_handle_is_opened_anew_and_other_errors_are_not(
     path = tmp_path / "manifest.json"
     path.write_bytes(b"text")
     left = [errno.ESTALE] * 4
-    real = Path.read_bytes
+    real = os.open
 
-    def read(self: Path) -> bytes:
+    def opened(*arguments: Any) -> int:
         if left:
             number = left.pop()
             raise OSError(number, os.strerror(number))
-        return real(self)
+        return real(*arguments)
 
-    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(os, "open", opened)
     assert layout.read(path) == b"text"
     left += [errno.ESTALE] * 5
     with pytest.raises(OSError, match="Stale file handle"):
@@ -188,6 +189,12 @@ def test_a_stale_handle_is_opened_anew_and_other_errors_are_not(
     left[:] = [errno.EIO]
     with pytest.raises(OSError, match="Input/output error"):
         layout.read(path)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(OSError, match="no regular file"):
+        layout.read(tmp_path / "manifest.json")
 
 
 def test_a_file_is_copied_where_storage_cannot_rename(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint import manifest
-from keepstep.checkpoint.manifest import Chunk, FileInfo, Manifest, TensorInfo
+from keepstep.checkpoint.manifest import Chunk, FileInfo, Manifest, RankTensor, TensorInfo
 from keepstep.errors import CheckpointCorrupt, CheckpointError
 from keepstep.wire.types import Version
 from tests.checkpoint.receipts import foreign, grids, native
@@ -174,7 +174,7 @@ def _tensor(
         format=1,
         version=make_version(world=world),
         created=0.0,
-        files={f"f{rank}": FileInfo(size=0, checksum="", rank=rank) for rank in range(world)},
+        files={f"f{rank}": FileInfo(size=1 << 40, checksum="", rank=rank) for rank in range(world)},
         tensors={
             "w": TensorInfo(
                 dtype="F32",
@@ -299,3 +299,11 @@ def test_format_and_layout_belong_together() -> None:
             manifest.decode(manifest.encode(wrong))
     with pytest.raises(CheckpointCorrupt, match="format 1 has no dcp files"):
         manifest.decode_receipt(manifest.encode_receipt(foreign(0, format=1)))
+
+
+def test_tensors_with_more_bytes_than_their_file_are_refused_before_anybody_makes_room() -> None:
+    found = _manifest()
+    huge = RankTensor(rank=1, dtype="F64", shape=(1 << 60,))
+    wrong = msgspec.structs.replace(found, rank_tensors={"rng": (huge,)})
+    with pytest.raises(CheckpointCorrupt, match="the tensors of rank 1 have"):
+        manifest.check(wrong)

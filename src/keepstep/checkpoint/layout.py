@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -261,11 +262,20 @@ def read(path: Path) -> bytes:
     """
     for _ in range(_STALE_HANDLES):
         try:
-            return path.read_bytes()
+            return _read(path)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-    return path.read_bytes()
+    return _read(path)
+
+
+def _read(path: Path) -> bytes:
+    # Where somebody put a pipe in the file's place, opening or reading it would wait for ever.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return file.read()
 
 
 def is_published(path: Path) -> bool:

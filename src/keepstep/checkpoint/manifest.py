@@ -335,7 +335,7 @@ def check(manifest: Manifest, where: str = "") -> None:
             raise _corrupt(f"tensor {name!r} of single ranks has an impossible entry", where)
     if any(not 0 <= rank < world for rank in manifest.rank_values):
         raise _corrupt("it has values of a rank outside its world", where)
-    problem = _parts_problem(manifest) or _layout_problem(manifest)
+    problem = _parts_problem(manifest) or _layout_problem(manifest) or _bytes_problem(manifest)
     if problem:
         raise _corrupt(problem, where)
 
@@ -377,6 +377,27 @@ def _parts_problem(manifest: Manifest) -> str:
         for one in owners:
             if (one.rank, name) in used:
                 return f"rank {one.rank} has two parts of {name!r}, and bytes of one"
+    return ""
+
+
+def _bytes_problem(manifest: Manifest) -> str:
+    """Which rank's tensors have more bytes than its file: nobody may make room for those."""
+    held: dict[int, int] = {}
+    parts = [
+        (part.rank, info.dtype, part.shape)
+        for info in manifest.tensors.values()
+        for part in info.chunks
+    ] + [
+        (one.rank, one.dtype, one.shape) for many in manifest.rank_tensors.values() for one in many
+    ]
+    for rank, dtype, shape in parts:
+        held[rank] = held.get(rank, 0) + math.prod(shape) * ITEM_BYTES[dtype]
+    for info in manifest.files.values():
+        if held.get(info.rank, 0) > info.size:
+            return (
+                f"the tensors of rank {info.rank} have {held[info.rank]:.6g} bytes, its file "
+                f"{info.size}"
+            )
     return ""
 
 
