@@ -40,13 +40,12 @@ def test_the_limit_is_the_one_of_who_acts_first() -> None:
 
 
 @pytest.mark.parametrize("limit_s", [0.5, 2.0, 60.0])
-def test_the_observer_s_bound_leaves_time_for_a_stack_before_the_launcher_acts(
-    limit_s: float,
-) -> None:
+def test_the_observer_s_bound_leaves_time_for_a_stack_before_nvrx_acts(limit_s: float) -> None:
     limits = dataclasses.replace(_LIMITS, soft=limit_s)
+    stamp_age_s = 2 * min(1.0, limit_s / 10)  # as old may NVRx's time stamp of a frozen rank be
     floor, bound = bounds(Phase.STEP, limits, in_process=True, floor_s=30.0)
     assert floor == bound >= limit_s / 2
-    assert bound + 0.3 < limit_s or limit_s < 1.0
+    assert bound + 0.3 + stamp_age_s < limit_s or limit_s < 1.0
     assert bounds(Phase.LOAD, limits, in_process=True, floor_s=1.0)[0] == 1.0
 
 

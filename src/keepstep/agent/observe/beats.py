@@ -11,9 +11,11 @@ from keepstep.shm import Board, Phase
 EVERY_S = 10.0
 """A rank's longest silence is written down so often, and at once when it passes half the limit."""
 _EARLY = 0.9
+_EARLY_IN_PROCESS = 0.7
 _STACK_S = 0.35
 """A rank hangs, to the observer, a tenth of the launcher's limit before that acts, and by the time
-earlier that a stack needs to be written."""
+earlier that a stack needs to be written. In-process restart acts early itself: the time stamp by
+which it judges a frozen rank is up to two of its intervals old, each a tenth of the limit."""
 _UNLIMITED = (Phase.PARKED, Phase.WAIT)
 _AS_SECTION = (Phase.SECTION, Phase.SAVE)
 _NOT_LEARNED = (Phase.STEP, Phase.SAVE)
@@ -35,11 +37,12 @@ def bounds(
 ) -> tuple[float, float]:
     """Bounds of the observer's own limit in ``phase``; see ``agent.hangs.Bounds``.
 
-    A step and a save have the launcher's limit, a little earlier, and nothing is learned. Other
-    phases learn.
+    A step and a save have NVRx's limit, a little earlier, and nothing is learned. Other phases
+    learn.
     """
     limit = limit_of(phase, limits, in_process=in_process)
-    bound = max(limit / 2, _EARLY * limit - _STACK_S)
+    early = _EARLY_IN_PROCESS if in_process and phase is Phase.STEP else _EARLY
+    bound = max(limit / 2, early * limit - _STACK_S)
     return (bound if phase in _NOT_LEARNED else min(floor_s, bound), bound)
 
 
