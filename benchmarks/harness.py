@@ -32,7 +32,8 @@ import keepstep
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "examples" / "train_fsdp.py"
 NOT_INSTALLED = "not installed"
-_MARK = "KEEPSTEP_BENCHMARK_MARK"
+MARK = "KEEPSTEP_BENCHMARK_MARK"
+"""Variable that all processes of a job have in their environment."""
 _ENTRY = "import sys; from keepstep.cli.main import main; sys.exit(main())"
 
 
@@ -167,7 +168,7 @@ def watch(
         environ: Variables that the job gets besides.
     """
     mark = secrets.token_hex(8)
-    own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: mark}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: mark}
     lines: list[tuple[float, str]] = []
     done, late, began = threading.Event(), False, time.time()
     with subprocess.Popen(
@@ -241,7 +242,7 @@ def _runs(pid: int, word: bytes) -> bool:
 
 def marked(mark: str) -> list[int]:
     """Living processes whose environment at their start had ``mark``."""
-    wanted, found = f"{_MARK}={mark}".encode(), []
+    wanted, found = f"{MARK}={mark}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
