@@ -38,6 +38,8 @@ FORMAT = 3
 _FORMATS = {1: ("safetensors",), 2: ("torch", "dcp"), 3: ("safetensors",)}
 """By format, the layouts that it can have."""
 
+_LONGEST_NAME = 1000
+
 Layout = Literal["safetensors", "torch", "dcp"]
 """Who made the files: we (safetensors), ``torch.save``, or torch's distributed checkpoints."""
 
@@ -347,6 +349,8 @@ def _files_problem(manifest: Manifest) -> str:
     if len(ranks) != world or ranks != list(range(len(ranks))) or not ranks:
         return f"its files are of the ranks {ranks[:8]}, the world has {world}"
     for name, info in manifest.all_files().items():
+        if len(name) > _LONGEST_NAME:
+            return f"a file name has {len(name)} characters"
         if not layout.is_plain_name(name):
             return f"the file name {name!r} leads out of the checkpoint's folder"
         problem = _blocks_problem(info, manifest.format)
