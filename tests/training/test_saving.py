@@ -47,10 +47,11 @@ def test_a_save_that_is_due_while_both_slots_are_in_use_is_skipped_by_all_ranks_
         job.open("step-8")
         job.at("step-22")  # steps 10 and 15 are staged, 20 found no slot
         os.kill(writer, signal.SIGCONT)
-        job.committed_is(15)
+        for step in (10, 15):  # written at the same time, and committed in any order
+            job.committed_is(step)
         job.open("step-22")
         assert job.end() == 0, job.ending
-    assert job.commits() == [5, 10, 15, 25, 30]
+    assert sorted(job.commits()) == [5, 10, 15, 25, 30]
     (skip,) = job.events("checkpoint.skip")
     assert (skip.step, skip.src) == (20, "coordinator")
     assert "2 saves are still being written, the oldest (step 10)" in str(skip.data["reason"])
@@ -75,11 +76,12 @@ def test_a_restart_in_between_forgets_what_was_answered_and_all_ranks_go_on_alik
         job.open("step-8")
         job.at("step-22")
         os.kill(writer, signal.SIGCONT)
-        job.committed_is(15)
+        for step in (10, 15):  # written at the same time, and committed in any order
+            job.committed_is(step)
         job.open("step-22")
         assert job.end() == 0, job.ending
     assert job.resumes() == [0, 15]
-    assert job.commits() == [5, 10, 15, 20, 25, 30], "step 20 is saved this time"
+    assert sorted(job.commits()) == [5, 10, 15, 20, 25, 30], "step 20 is saved this time"
     assert [event.step for event in job.events("checkpoint.skip")] == [20]
     assert job.digest == undisturbed()[0]
 
