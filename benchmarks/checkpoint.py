@@ -23,10 +23,9 @@ from rich.table import Table
 
 from benchmarks import checkpoint_page, checkpoint_runner, harness, page
 from benchmarks.checkpoint_figures import Cpus, figures, mean, median, ratios
+from benchmarks.checkpoint_names import BY_NAME, CALIBRATION, OPTIONS, SYSTEMS, System
 from benchmarks.checkpoint_runner import Result
 from benchmarks.comparison import shown
-from benchmarks.jobs.checkpoint_job import CALIBRATION
-from benchmarks.jobs.checkpoint_systems import BY_NAME, OPTIONS, SYSTEMS, System
 from benchmarks.systems import NVRX
 
 QUICK = ["--state-mb", "12", "--rounds", "1", "--saves", "1", "--window", "1", "--quiet", "1"]
@@ -113,7 +112,9 @@ class Scenario:
 
     def options(self) -> dict[str, Any]:
         """What comes of what torch offers besides."""
-        return {name: dataclasses.asdict(self.job("option", name)) for name in OPTIONS}
+        return {
+            title: dataclasses.asdict(self.job("option", name)) for name, title in OPTIONS.items()
+        }
 
 
 def _each(result: Result, name: str) -> list[list[float]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.jobs.checkpoint_systems import BY_NAME
+from benchmarks.checkpoint_names import BY_NAME
 
 OURS = "keepstep"
 Cpus = Literal["saturated", "spare"]

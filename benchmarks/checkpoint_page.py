@@ -17,8 +17,8 @@ from benchmarks.checkpoint_figures import (
     noise,
     ratios,
 )
+from benchmarks.checkpoint_names import BY_NAME
 from benchmarks.harness import Spread
-from benchmarks.jobs.checkpoint_systems import BY_NAME
 
 COLUMNS = (
     "system",

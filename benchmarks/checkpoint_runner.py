@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.jobs.checkpoint_job import BASELINE, MEMORY
+from benchmarks.checkpoint_names import BASELINE, MEMORY
 from benchmarks.systems import free_port
 
 JOB = Path(__file__).parent / "jobs" / "checkpoint_job.py"

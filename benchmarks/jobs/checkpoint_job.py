@@ -20,26 +20,22 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.checkpoint_names import BASELINE, CALIBRATION, MEMORY
 from benchmarks.jobs import checkpoint_nvrx
 from benchmarks.jobs.checkpoint_methods import LIMIT_S, Method, forget_files, sync_files
 from benchmarks.jobs.checkpoint_model import Training
 from benchmarks.jobs.checkpoint_raw import RawFiles, copy_seconds
-from benchmarks.jobs.checkpoint_systems import BY_NAME, OPTIONS
+from benchmarks.jobs.checkpoint_systems import MAKERS
 
 if "nvrx" in "".join(sys.argv):
     checkpoint_nvrx.stand_in_for_cuda()  # also in workers, which import this file anew
-
-MEMORY, BASELINE = "memory", "baseline"
-"""File that is there while memory is watched, and the answer that its start was seen."""
-CALIBRATION = (16, 96)
-"""Lengths of the input whose time is measured to find the one that was asked for."""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("--mode", choices=("measure", "pairs", "calibrate", "option"), required=True)
-    add("--system", choices=(*BY_NAME, *OPTIONS), default="keepstep")
+    add("--system", choices=MAKERS, required=True)
     add("--folder", type=Path, required=True, help="of this job")
     add("--state-mb", type=float, required=True)
     add("--length", type=int, required=True, help="of the input, in tokens")
@@ -65,8 +61,7 @@ class Job:
         self._cores = os.sched_getaffinity(0)
         self._flag = torch.zeros(1)
         self._step = 0
-        make = OPTIONS[args.system] if args.mode == "option" else BY_NAME[args.system].make
-        self.method: Method = make(self.training, self.root)
+        self.method: Method = MAKERS[args.system](self.training, self.root)
 
     # --- training ---------------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
-"""The ways to save that are compared, by name. Runs in ranks; the titles also in the benchmark."""
+"""The ways to save that are compared, by name. Runs in ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -76,83 +75,25 @@ def _staged(
     return partial(DcpAsync, kind=kind, staging=options)
 
 
-@dataclass(frozen=True)
-class System:
-    """One way to save: its title in tables, and how it is made."""
-
-    name: str
-    title: str
-    make: Callable[[Training, Path], Method]
-
-    @property
-    def is_keepstep(self) -> bool:
-        return self.name.startswith("keepstep")
-
-    @property
-    def is_dcp(self) -> bool:
-        """Whether torch's own distributed checkpoint writes it."""
-        return self.name.startswith("dcp")
-
-    @property
-    def needs_nvrx(self) -> bool:
-        return self.name.startswith("nvrx")
-
-
-SYSTEMS = (
-    System("gather", "gather to rank 0, `torch.save`", Gather),
-    System("torch-save", "`torch.save` per rank", RankFiles),
-    System("dcp", "`dcp.save`", Dcp),
-    System("dcp-thread", "`dcp.async_save`, thread", partial(DcpAsync, kind=_THREAD)),
-    System(
-        "dcp-thread-kept",
-        "`dcp.async_save`, thread, stager kept",
-        _staged(_THREAD, shared=False, background=False),
-    ),
-    System(
-        "dcp-thread-async",
-        "`dcp.async_save`, thread, asynchronous staging",
-        _staged(_THREAD, shared=False, background=True),
-    ),
-    System("dcp-process", "`dcp.async_save`, process", partial(DcpAsync, kind=_PROCESS)),
-    System(
-        "dcp-process-shared",
-        "`dcp.async_save`, process, shared memory",
-        _staged(_PROCESS, shared=True, background=False),
-    ),
-    System(
-        "dcp-process-async",
-        "`dcp.async_save`, process, shared memory, asynchronous staging",
-        _staged(_PROCESS, shared=True, background=True),
-    ),
-    System(
-        "nvrx-torch-fork",
-        "NVRx `TorchAsyncCheckpoint`, fork",
-        partial(NvrxTorch, persistent=False),
-    ),
-    System(
-        "nvrx-torch-persistent",
-        "NVRx `TorchAsyncCheckpoint`, persistent",
-        partial(NvrxTorch, persistent=True),
-    ),
-    System(
-        "nvrx-dcp-fork", "NVRx `FileSystemWriterAsync`, fork", partial(NvrxDcp, persistent=False)
-    ),
-    System(
-        "nvrx-dcp-persistent",
-        "NVRx `FileSystemWriterAsync`, persistent",
-        partial(NvrxDcp, persistent=True),
-    ),
-    System("keepstep", "**keepstep**", partial(Keepstep, copy="auto")),
-    System("keepstep-overlap", "keepstep, `copy=overlap`", partial(Keepstep, copy="overlap")),
-    System("keepstep-blocking", "keepstep, `copy=blocking`", partial(Keepstep, copy="blocking")),
-)
-BY_NAME = {system.name: system for system in SYSTEMS}
-
-OPTIONS: dict[str, Callable[[Training, Path], Method]] = {
-    "`StagingOptions(use_non_blocking_copy=True)`": _staged(_THREAD, unblocked=True),
-    "`StagingOptions(use_pinned_memory=True)`": _staged(_THREAD, pinned=True),
-    "`FileSystemWriter(cache_staged_state_dict=True)`": partial(
-        DcpAsync, kind=_THREAD, caching=True
-    ),
+MAKERS: dict[str, Callable[[Training, Path], Method]] = {
+    "gather": Gather,
+    "torch-save": RankFiles,
+    "dcp": Dcp,
+    "dcp-thread": partial(DcpAsync, kind=_THREAD),
+    "dcp-thread-kept": _staged(_THREAD),
+    "dcp-thread-async": _staged(_THREAD, background=True),
+    "dcp-process": partial(DcpAsync, kind=_PROCESS),
+    "dcp-process-shared": _staged(_PROCESS, shared=True),
+    "dcp-process-async": _staged(_PROCESS, shared=True, background=True),
+    "nvrx-torch-fork": partial(NvrxTorch, persistent=False),
+    "nvrx-torch-persistent": partial(NvrxTorch, persistent=True),
+    "nvrx-dcp-fork": partial(NvrxDcp, persistent=False),
+    "nvrx-dcp-persistent": partial(NvrxDcp, persistent=True),
+    "keepstep": partial(Keepstep, copy="auto"),
+    "keepstep-overlap": partial(Keepstep, copy="overlap"),
+    "keepstep-blocking": partial(Keepstep, copy="blocking"),
+    "option-non-blocking": _staged(_THREAD, unblocked=True),
+    "option-pinned": _staged(_THREAD, pinned=True),
+    "option-cached": partial(DcpAsync, kind=_THREAD, caching=True),
 }
-"""What torch offers besides; each is tried once, and what comes of it is reported."""
+"""By the names of ``benchmarks.checkpoint_names``: makes one for a training and a folder."""
