@@ -23,6 +23,7 @@ from keepstep import events
 from keepstep.agent.launch_spec import Launch
 from keepstep.agent.nvrx_requirements import Installed
 from keepstep.api.job import Job
+from keepstep.cli import checkpoint as checkpoint_commands
 from keepstep.cli import run as run_command
 from keepstep.cli.flags import BY_NAME
 from keepstep.cli.main import COMMANDS, main
@@ -45,6 +46,8 @@ PAGES = [
 ]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LAUNCHED = 7
+
+CHECKPOINT_COMMANDS = [str(one.name) for one in checkpoint_commands.app.registered_commands]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -176,20 +179,21 @@ def test_the_table_of_commands_names_all_of_them_with_their_flags(
     help_of: Callable[[list[str]], str],
 ) -> None:
     listed = []
-    for command, meaning in (row[:2] for row in rows(section(README, "Commands"))[:6]):
-        words = [word for word in command.strip("`").split()[1:] if word.islower()]
+    for command, meaning in (row[:2] for row in rows(section(README, "Commands"))[:9]):
+        words = [word for word in command.split("`")[1].split()[1:] if word.islower()]
         words = [word for word in words if re.fullmatch(r"[a-z]+", word)]
         listed.append(words)
         text = help_of(words)
         assert [flag for flag in re.findall(r"`(--[\w-]+)", meaning) if flag not in text] == []
+        listed += [["checkpoint", word] for word in re.findall(r", `(\w+)`", command)]
     assert {words[0] for words in listed} == set(COMMANDS)
-    assert {words[1] for words in listed if len(words) > 1} == {"ls", "verify", "inspect"}
+    assert {words[1] for words in listed if len(words) > 1} == set(CHECKPOINT_COMMANDS)
 
 
 def test_every_flag_that_a_page_names_exists(help_of: Callable[[list[str]], str]) -> None:
     known = {f"--{name}" for name, flag in BY_NAME.items() if not flag.refused}
     known |= own_flags(EXAMPLES / "train_fsdp.py")
-    others = [["report"], *(["checkpoint", name] for name in ("ls", "verify", "inspect"))]
+    others = [["report"], *(["checkpoint", name] for name in CHECKPOINT_COMMANDS)]
     known |= {flag for words in others for flag in re.findall(r"--[\w-]+", help_of(words))}
     for page in PAGES:
         named = {
@@ -247,7 +251,8 @@ def test_the_table_of_settings_shows_the_defaults() -> None:
     assert len(shown) > 10
     for name, default, _ in shown:
         value = known[name.strip("`")]
-        assert default == ("empty" if value == "" else str(value)), name
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        assert default == (text or "empty"), name
 
 
 def test_the_tables_of_faults_levels_and_exit_codes_are_complete() -> None:

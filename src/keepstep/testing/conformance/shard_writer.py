@@ -195,7 +195,7 @@ _TEXTS = {
     "full-disk": "a full disk fails the save in words, and a smaller one works afterwards",
     "loads-native": "it loads a checkpoint of the native engine",
     "native-loads": "the native engine loads its checkpoints",
-    "damage-is-found": "a changed byte is found before anything of the state is changed",
+    "damage-is-found": "a changed byte is found before anything but tensors is changed",
     "other-model": "a checkpoint of another model is refused and nothing is changed",
 }
 _ENDS_WITH_RANK = "ends-with-its-rank"
