@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from keepstep.checkpoint import catalog, layout, resume
+from keepstep.checkpoint.catalog import CheckpointInfo
 from keepstep.checkpoint.lineage import Lineage
 from keepstep.checkpoint.writer import owner
 from keepstep.clock import SYSTEM, Clock
@@ -132,7 +133,9 @@ class FolderHistory:
         found = catalog.committed(self._root)
         ours = [info for info in found if self._run_id in (None, info.version.run)]
         usable = [info for info in ours if info.folder not in refused]
-        damaged = self._damaged({info.folder for info in found}, usable[0].step if usable else 0)
+        from_step = usable[0].step if usable else 0
+        damaged = self._damaged({info.folder for info in found}, from_step)
+        damaged |= self._exchanged([info for info in found if info.step >= from_step])
         for folder, why in damaged.items():
             self.damaged(folder, why)
         if usable:
@@ -154,6 +157,17 @@ class FolderHistory:
                 advice="see 'keepstep checkpoint verify'; to start anew give another folder",
             )
         return "" if self._elsewhere is None else self._elsewhere(refused)[1]
+
+    def _exchanged(self, infos: Sequence[CheckpointInfo]) -> dict[str, str]:
+        """Folders of this run with the manifest of another, which hides them from it."""
+        result: dict[str, str] = {}
+        for info in infos:
+            mine = owner(self._root / info.folder)
+            if mine is not None and mine.run == self._run_id != info.version.run:
+                result[info.folder] = (
+                    f"the folder is of run {mine.run!r}, its manifest of {info.version.run!r}"
+                )
+        return result
 
     def _passed_over(self, folder: str, step: int, why: str) -> None:
         self.damaged(folder, why)
