@@ -5,18 +5,25 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from keepstep.checkpoint.shard_file import parse_header
 from keepstep.checkpoint.torch_state import TORCH_DTYPES, flatten
 from keepstep.ports import PendingWrite
 from keepstep.rank.copied import CopiedWrite
-from keepstep.rank.shard_writer import Slot
+from keepstep.rank.shard_writer import NativeShardWriter, Slot
 from keepstep.wire.types import Version
+from tests.checkpoint.torch_worlds import version
+
+State = dict[str, Any]
+WIDTH = 96  # weights of 36 KB: above what is copied at once
 
 LIMIT_S = 30.0
 """When a test gives up waiting for a thread."""
@@ -143,3 +150,38 @@ def in_thread(name: str, call: object) -> Iterator[threading.Thread]:
     yield thread
     thread.join(LIMIT_S)
     assert not thread.is_alive()
+
+
+def writer_of(
+    staging: KeepingStaging, made: list[NativeShardWriter], **options: Any
+) -> NativeShardWriter:
+    settings: dict[str, Any] = {"rank": 0, "world": 1, "copy": "overlap", **options}
+    writer = NativeShardWriter(staging, **settings)
+    made.append(writer)
+    return writer
+
+
+def begin(writer: NativeShardWriter, state: State, of: Version | None = None) -> Any:
+    return writer.begin(state, of or version(), Path("unused"))
+
+
+def fill_gradients(*modules: Any) -> None:
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+
+def trained(model: Any, make: Callable[[Any], torch.optim.Optimizer]) -> State:
+    """``model`` and its optimizer, after a step and before one that changes everything."""
+    optimizer = make(model.parameters())
+    fill_gradients(model)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def adam(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=0.1, **options)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
