@@ -279,3 +279,18 @@ def test_an_empty_folder_gives_nothing_and_checkpoints_of_other_runs_are_refused
         folder_history(root, [], RUN).choose([])
     ours = commit(tmp_path, 3, 1)
     assert folder_history(root, [], RUN).choose([]) == ours
+
+
+def test_a_folder_of_this_run_with_the_manifest_of_another_is_told(tmp_path: Path) -> None:
+    shards.save(tmp_path, shards.make_version(1, run="mine"))
+    _, mine = shards.save(tmp_path, shards.make_version(2, run="mine"))
+    _, other = shards.save(tmp_path / "elsewhere", shards.make_version(2, run="other"))
+    shards.save(tmp_path, shards.make_version(3, run="other"))  # as it should be, and no concern of ours
+    for path in (tmp_path / "elsewhere" / other).iterdir():
+        if path.name != layout.VERSION_FILE:
+            path.replace(tmp_path / mine / path.name)
+    told: list[tuple[str, str]] = []
+    history = FolderHistory(tmp_path, "mine", warn=lambda *words: told.append(words))
+    assert history.choose([]) == "step-00000001"
+    ((folder, why),) = told
+    assert folder == mine and "its manifest of 'other'" in why
