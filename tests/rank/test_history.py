@@ -285,7 +285,7 @@ def test_a_folder_of_this_run_with_the_manifest_of_another_is_told(tmp_path: Pat
     shards.save(tmp_path, shards.make_version(1, run="mine"))
     _, mine = shards.save(tmp_path, shards.make_version(2, run="mine"))
     _, other = shards.save(tmp_path / "elsewhere", shards.make_version(2, run="other"))
-    shards.save(tmp_path, shards.make_version(3, run="other"))  # as it should be, and no concern of ours
+    shards.save(tmp_path, shards.make_version(3, run="other"))  # as it should be, and not ours
     for path in (tmp_path / "elsewhere" / other).iterdir():
         if path.name != layout.VERSION_FILE:
             path.replace(tmp_path / mine / path.name)
