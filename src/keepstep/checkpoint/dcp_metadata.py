@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint import layout, pickle_data
-from keepstep.checkpoint.manifest import tiling_problem
+from keepstep.checkpoint import layout, pickle_data, tiling
 from keepstep.checkpoint.pickle_data import Inert
 from keepstep.errors import CheckpointCorrupt, CheckpointError
 
@@ -183,7 +182,7 @@ def _tensor(
             raise _Odd(f"nothing says where the part of {name!r} at {offsets} lies")
         chunks.append(DcpChunk(offsets, sizes, piece))
     kept = [chunk for chunk in chunks if math.prod(chunk.shape)]
-    problem = tiling_problem(shape, [(chunk.offsets, chunk.shape) for chunk in kept])
+    problem = tiling.problem(shape, [(chunk.offsets, chunk.shape) for chunk in kept])
     if problem:
         raise _Odd(f"{name!r}: {problem}")
     return DcpTensor(_dtype(fields["properties"]), shape, tuple(kept or chunks[:1]))

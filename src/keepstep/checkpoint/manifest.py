@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from keepstep.checkpoint import blocks as digests
-from keepstep.checkpoint import layout, typed_json
+from keepstep.checkpoint import layout, tiling, typed_json
 from keepstep.checkpoint.shard_file import (
     ITEM_BYTES,
     Length,
@@ -465,47 +465,12 @@ def _tensor_problem(info: TensorInfo, world: int) -> str:
         problem = spec.problem()
         if problem or chunk.rank >= world:
             return problem or f"a chunk is of rank {chunk.rank}, the world has {world}"
-    filled = [chunk for chunk in info.chunks if math.prod(chunk.shape)]
-    overlap = _overlap(filled, len(info.global_shape))
-    if overlap is not None:
-        first, second = overlap
-        return f"the chunks of ranks {first.rank} and {second.rank} overlap"
-    held = sum(math.prod(chunk.shape) for chunk in filled)
-    if held != math.prod(info.global_shape):
-        return f"its chunks hold {held} of {math.prod(info.global_shape)} elements"
-    return ""
-
-
-def tiling_problem(shape: Shape, parts: Sequence[tuple[Shape, Shape]]) -> str:
-    """Why ``parts`` (offsets and shape of each) do not make up a tensor of ``shape``; empty if they
-    do."""
-    chunks = tuple(Chunk(rank=0, offsets=offsets, shape=size) for offsets, size in parts)
-    return _tensor_problem(TensorInfo(dtype="U8", global_shape=shape, chunks=chunks), 1)
-
-
-def _overlap(chunks: list[Chunk], dimensions: int) -> tuple[Chunk, Chunk] | None:
-    """Two chunks that share an element, or None.
-
-    Sweeps along the dimension that is cut most often: at any place only few chunks are open there,
-    so that the work stays near linear for the usual one- and two-dimensional cuts.
-    """
-    if not dimensions:
-        return (chunks[0], chunks[1]) if len(chunks) > 1 else None
-    along = max(range(dimensions), key=lambda axis: len({c.offsets[axis] for c in chunks}))
-    still_open: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: c.offsets[along]):
-        start = chunk.offsets[along]
-        still_open = [one for one in still_open if one.offsets[along] + one.shape[along] > start]
-        for one in still_open:
-            if all(
-                max(a, b) < min(a + size_a, b + size_b)
-                for a, size_a, b, size_b in zip(
-                    one.offsets, one.shape, chunk.offsets, chunk.shape, strict=True
-                )
-            ):
-                return one, chunk
-        still_open.append(chunk)
-    return None
+    blocks = [(chunk.offsets, chunk.shape) for chunk in info.chunks]
+    found = tiling.overlap(blocks, len(info.global_shape))
+    if found is not None:
+        first, second = (info.chunks[number].rank for number in found)
+        return f"the chunks of ranks {first} and {second} overlap"
+    return tiling.problem(info.global_shape, blocks)
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
