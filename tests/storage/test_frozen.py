@@ -25,7 +25,7 @@ def test_training_goes_on_the_operator_is_told_and_after_the_thaw_saves_go_on(
 ) -> None:
     with ext4(tmp_path) as disk:
         root = disk.path / "checkpoints"
-        flags = [*STALL, "--set", f"checkpoint.dir={root}"]
+        flags = [*STALL, "--set", f"checkpoint.dir={root}", "--set", "checkpoint.when_busy=skip"]
         with Launch(tmp_path, flags=flags, closed=["step-8", "step-26"]) as job:
             job.at("step-8")
             job.committed_is(5)
@@ -51,6 +51,27 @@ def test_training_goes_on_the_operator_is_told_and_after_the_thaw_saves_go_on(
         assert job.said("storage goes on after") == 1
         assert job.digest == undisturbed()[0]
         assert catalog.committed(root)[0].step == 30
+
+
+def test_ranks_that_wait_for_frozen_storage_do_not_hang(tmp_path: Path) -> None:
+    with ext4(tmp_path) as disk:
+        flags = [*STALL, "--set", f"checkpoint.dir={disk.path / 'checkpoints'}"]
+        flags += ["--set", "checkpoint.when_busy=wait", "--set", "heartbeat.min_limit_s=1"]
+        with Launch(tmp_path, flags=flags, closed=["step-8"]) as job:
+            job.at("step-8")
+            job.committed_is(5)
+            disk.freeze()
+            job.open("step-8")
+            # The saves of steps 10 and 15 take both slots; that of step 20 waits.
+            job.until(lambda: job.steps(1).get(0, 0) >= 19, "the save of step 20 is due")
+            begun = SYSTEM.mono()
+            # Ten times as long as any rank may be silent: a time that must pass without an event.
+            job.until(lambda: SYSTEM.mono() - begun > 10.0, "time has passed")
+            disk.thaw()
+            assert job.end() == 0, job.ending
+        assert job.causes() == []
+        assert job.data("rank.hung") == []
+        assert job.commits() == [5, 10, 15, 20, 25, 30]
 
 
 def test_a_run_that_cannot_save_its_end_ends_all_the_same_and_says_so(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from keepstep.clock import SYSTEM
 from keepstep.errors import ExitCode, NotEnoughMemory
 from keepstep.policy.skipping import retry_line
 from keepstep.ports import Finding, HealthCheck
+from keepstep.shm import Phase
 from keepstep.wire.channel import Channel, Closed
 from keepstep.wire.loop import Loop
 from keepstep.wire.messages import (
@@ -280,6 +281,8 @@ class Agent:
             self._console.progress(board.done, board.step_s, board.loss, now)
 
     def _look_for_hangs(self, ranks: list[RankProcess], now: float) -> None:
+        if any(one.board.phase == Phase.SAVE and self._slots.busy(one.ticket) for one in ranks):
+            return  # it waits for storage and the others for it; the time is not counted after it
         stalled, suspects = self._watch.look(ranks, now)
         for process, suspect in suspects:
             self.recorder.emit(suspect, rank=process.rank, step=process.board.step)

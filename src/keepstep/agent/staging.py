@@ -190,6 +190,11 @@ class Slots:
             os.close(slot.fd)
             del self._slots[number]
 
+    def busy(self, owner: int) -> bool:
+        """Whether the process has slots and none of them is free: a save waits for storage."""
+        own = [slot for slot in self._slots.values() if slot.owner == owner]
+        return bool(own) and all(slot.writes for slot in own)
+
     @property
     def steps(self) -> Sequence[int]:
         """Steps of the shards that the writer has not finished, oldest first."""
