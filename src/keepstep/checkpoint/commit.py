@@ -75,6 +75,18 @@ def commit(root: Path, folder: str, version: Version, clock: Clock = SYSTEM) -> 
     return result
 
 
+def not_published(error: OSError, folder: Path) -> str:
+    """What to say where ``commit`` has failed because storage did."""
+    return str(
+        SaveFailed(
+            f"the manifest could not be published: {error.strerror or error}",
+            where=str(folder),
+            done="the checkpoint does not count as committed",
+            advice="check space, quota and rights of the checkpoint folder",
+        )
+    )
+
+
 def _remove_unfinished_files(path: Path) -> None:
     """Remove what killed writers left: the finished form of each file is there by now.
 
