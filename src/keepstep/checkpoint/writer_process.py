@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.checkpoint import lease, retention
-from keepstep.checkpoint.commit import commit, missing_receipts
+from keepstep.checkpoint.commit import commit, missing_receipts, not_published
 from keepstep.checkpoint.images import Images
 from keepstep.checkpoint.manifest import Receipt
 from keepstep.checkpoint.writer import was_refused, write_shard
@@ -244,8 +244,10 @@ class Writer:
                 return self._await(version, save, missing)
             lease.check(root, request.lease)
             size = commit(root, save.folder, version, self._clock).nbytes
-        except (KeepstepError, OSError) as failure:
+        except KeepstepError as failure:
             return _refused(version, save.folder, str(failure))
+        except OSError as failure:
+            return _refused(version, save.folder, not_published(failure, root / save.folder))
         return Committed(version=version, folder=save.folder, bytes=size)
 
     def _await(self, version: Version, save: _Save, missing: list[int]) -> Committed | None:
