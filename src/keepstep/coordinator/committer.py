@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep.checkpoint.commit import commit
+from keepstep.checkpoint.commit import commit, not_published
 from keepstep.checkpoint.lease import check
 from keepstep.checkpoint.retention import Keep, apply, sweep
 from keepstep.coordinator.saves import Ready
@@ -76,8 +76,10 @@ class Committer:
             try:
                 check(self._root, self._lease)
                 commit(self._root, ready.folder, ready.version)
-            except (KeepstepError, OSError) as problem:
+            except KeepstepError as problem:
                 error = str(problem)
+            except OSError as problem:
+                error = not_published(problem, self._root / ready.folder)
             self.at = None
             self._done.put((ready.version, error))
             self._wake()
