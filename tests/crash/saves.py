@@ -16,7 +16,14 @@ from keepstep.checkpoint import catalog, layout, writer_process
 from keepstep.checkpoint.verify import verify
 from keepstep.clock import SYSTEM
 from keepstep.wire.channel import Channel, Closed, pair
-from keepstep.wire.messages import FROM_WRITER, Committed, ShardFailed, ShardWritten, WriteShard
+from keepstep.wire.messages import (
+    FROM_WRITER,
+    Committed,
+    ShardFailed,
+    ShardRetry,
+    ShardWritten,
+    WriteShard,
+)
 from keepstep.wire.types import Version
 from tests.checkpoint.shards import image, make_version, staged
 from tests.crash.forks import Forks
@@ -106,9 +113,12 @@ class Writer:
         return committed.error
 
     def _answer(self) -> FROM_WRITER:
+        """What it says next, but for attempts that it makes once more."""
         began = SYSTEM.mono()
         try:
-            return self._channel.receive()
+            while isinstance(answer := self._channel.receive(), ShardRetry):
+                pass
+            return answer
         except Closed:
             assert SYSTEM.mono() - began < LIMIT_S, "the writer lives and does not answer"
             raise

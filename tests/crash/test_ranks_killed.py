@@ -170,7 +170,7 @@ def test_one_of_two_ranks_killed_as_it_hands_over_its_shard_leaves_the_old_step_
 def test_a_rank_killed_here_and_there_in_its_first_save_leaves_the_old_step_or_the_new(
     tmp_path: Path,
 ) -> None:
-    _kill_all(tmp_path, [Scene(1, 0, first=True)], lambda points: points[::8])
+    _kill_all(tmp_path, [Scene(1, 0, first=True)], lambda points: points[::14])
 
 
 @pytest.mark.full

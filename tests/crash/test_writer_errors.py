@@ -83,6 +83,26 @@ def test_a_call_that_storage_refuses_fails_the_save_or_changes_nothing(tmp_path:
     assert outcomes[True] > 40, outcomes
 
 
+def _pass(shots: Range, point: Point) -> Struck:
+    """Have the call at ``point`` fail once, where a shard may be tried again."""
+    root = shots.copy(f"again-{point.name}-{point.ordinal}")
+    shot = shots.shoot(root, VIEWS[0], point.fail("EIO"), retries=1)
+    assert (shot.answer, shot.status) == ("", 0), f"{point}: {shot.answer}"
+    assert saves.newest(root) == NEW
+    assert not saves.leftovers(root), f"{point}: {saves.leftovers(root)}"
+    return Struck(point, point.hit(shot.calls), shot.answer)
+
+
+def test_a_shard_that_storage_refuses_once_is_written_at_the_second_attempt(tmp_path: Path) -> None:
+    # Each thread's call of this number is struck: these are of the one that writes alone.
+    calls = {"mkdir": 1, "pwrite64": 1, "ftruncate": 1, "fsync": 6, "rename": 1, "link": 2}
+    with Forks(PRELOAD) as forks:
+        shots = Range(forks, tmp_path)
+        points = [Point(name, ordinal) for name, ordinal in calls.items()]
+        done = every(functools.partial(_pass, shots, point) for point in points)
+    assert all(one.call is not None and one.call.paths for one in done)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("error", _REASONS)
