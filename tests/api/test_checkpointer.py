@@ -280,6 +280,7 @@ def run_job(world: int, root: Path) -> None:
     assert codes == [0] * world, "\n".join(outputs)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_fsdp_saved_by_two_ranks_loads_in_three_and_in_one(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
@@ -411,6 +412,7 @@ def test_with_memory_for_one_copy_the_second_save_is_skipped(
             assert checkpointer.async_save(state, 3).skipped
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_script_that_forgets_close_is_told_what_became_of_its_last_save(
     tmp_path: Path, failed: bool

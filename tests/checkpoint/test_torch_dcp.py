@@ -50,6 +50,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_fsdp_saved_by_torch_restores_at_one_and_two_ranks_and_goes_back(tmp_path: Path) -> None:
     dcp_job.run("save", tmp_path)

@@ -272,10 +272,13 @@ def read(path: Path) -> bytes:
 def _read(path: Path) -> bytes:
     # Where somebody put a pipe in the file's place, opening or reading it would wait for ever.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # a folder, too
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        return file.read()
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(fd)
 
 
 def is_published(path: Path) -> bool:
