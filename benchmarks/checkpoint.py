@@ -22,12 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import checkpoint_page, checkpoint_runner, harness, page
-from benchmarks.checkpoint_figures import Cpus, figures, mean, median, ratios
+from benchmarks.checkpoint_figures import OURS, Cpus, figures, mean, median, ratios
 from benchmarks.checkpoint_names import BY_NAME, CALIBRATION, OPTIONS, SYSTEMS, System
 from benchmarks.checkpoint_runner import Result
 from benchmarks.comparison import shown
 from benchmarks.systems import NVRX
 
+KEEPSTEP_TIMES = 3
+"""So many times longer than others keepstep, with all its defaults, may take for its samples."""
 QUICK = ["--state-mb", "12", "--rounds", "1", "--saves", "1", "--window", "1", "--quiet", "1"]
 QUICK += ["--pairs", "0", "--length", "8", "--cpus", "spare", "--no-options"]
 QUICK += ["--systems", "torch-save", "keepstep-overlap"]
@@ -84,6 +86,9 @@ class Scenario:
         words += ["--length", str(self.length or CALIBRATION[0]), "--pairs", str(args.pairs)]
         for name in ("state_mb", "saves", "window", "quiet"):
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        # What it loses is little beside the noise of steps: it takes more samples.
+        longer = KEEPSTEP_TIMES if system == OURS else 1
+        words += ["--phase-s", str(args.phase_s * longer)]
         # Several threads cannot be bound to one core; they leave one to the others anyway.
         words += ["--pin"] if self.cpus == "spare" and self.threads == 1 else []
         folder = self.folder / f"{self.cpus[:2]}{self._jobs}"
@@ -128,9 +133,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--cpus", nargs="+", choices=("saturated", "spare"), default=["saturated", "spare"])
     add("--ranks", type=int, default=0, help="default: 2 if saturated, 1 if a core is spare")
     add("--rounds", type=int, default=1, help="jobs of each system")
-    add("--saves", type=int, default=3, help="saves of each kind in a job")
-    add("--window", type=int, default=3, help="steps after a save that count, at least")
-    add("--quiet", type=int, default=3, help="steps without a save before each save")
+    add("--saves", type=int, default=8, help="saves of each kind in a job")
+    add("--phase-s", type=float, default=8.0, help="after which 2 saves of a kind are enough")
+    add("--window", type=int, default=2, help="steps after a save that count, at least")
+    add("--quiet", type=int, default=2, help="steps without a save before each save")
     add("--every", type=int, default=50, help="steps between saves, for the share of time only")
     add("--step-s", type=float, default=0.4, help="forward and backward of a step")
     add("--length", type=int, default=0, help="of the input, instead of --step-s")
@@ -186,7 +192,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if not args.no_options:
             tried = argparse.Namespace(**{**vars(args), "state_mb": 10.0})
             options = Scenario(tried, "spare", Path(name)).options()
-    kept = ("state_mb", "rounds", "saves", "window", "quiet", "every", "step_s", "pairs")
+    kept = ("state_mb", "rounds", "saves", "phase_s", "window", "quiet", "every", "step_s", "pairs")
     return {
         "v": 1,
         "benchmark": "checkpoint",

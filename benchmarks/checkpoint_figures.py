@@ -25,7 +25,7 @@ class Figures:
         load_s: Loading, nothing cached.
         step_s: The usual step of each job.
         first_call_s: How long the first call blocked.
-        memory_bytes: Most memory above that before the first save.
+        memory_bytes: Most memory in the first saves above the most in steps before them.
         file_bytes: Of one checkpoint.
         wrong: Tensors of all ranks that were not saved as they were at the call, one count a job.
         errors: Of jobs that failed.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MEMORY, BASELINE = "memory", "baseline"
-"""File of a job that is there while its memory is watched; the answer that the start was seen."""
+MEMORY, SAVING = "memory", "saving"
+"""File of a job that is there while its memory is watched, and one that is there from the moment
+when steps with saves begin."""
 CALIBRATION = (16, 96)
 """Lengths of the input whose time is measured to find the one that was asked for."""
 

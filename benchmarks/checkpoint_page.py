@@ -99,8 +99,7 @@ def raw(scenario: Mapping[str, Any], window: int) -> Rows:
     """What the machine does by itself."""
     named = {
         "memory copy of the state, 1 thread a rank": copies(scenario, "one"),
-        "memory copy, the threads that compute": copies(scenario, "training"),
-        "memory copy, a thread a core and rank": copies(scenario, "all"),
+        "memory copy, as many threads as training has": copies(scenario, "training"),
         "one step": [run["ranks"][0]["step_s"] for run in jobs(scenario)],
         f'"lost" by {window} steps without a save': noise(scenario, window),
     }

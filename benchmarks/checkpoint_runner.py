@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.checkpoint_names import BASELINE, MEMORY
+from benchmarks.checkpoint_names import MEMORY, SAVING
 from benchmarks.systems import free_port
 
 JOB = Path(__file__).parent / "jobs" / "checkpoint_job.py"
@@ -32,8 +32,8 @@ class Result:
     Attributes:
         ranks: What each rank has measured; empty if the job failed.
         error: Why it failed; empty if it did not.
-        memory_bytes: Most memory of all its processes in the first save above that before it;
-            None where it was not watched.
+        memory_bytes: Most memory of all its processes in its first saves above the most in steps
+            before them; None where it was not watched.
         seconds: Wall time of the job.
     """
 
@@ -121,12 +121,12 @@ class MemoryWatch:
         folder: Of the job. mark: What all its processes have in their environment.
 
     Attributes:
-        extra: Most bytes above those at the first look; None before it.
+        extra: Most bytes in steps with saves above the most in steps before; None before they begin.
     """
 
     def __init__(self, folder: Path, mark: str) -> None:
         self._folder, self._mark = folder, mark
-        self._before: int | None = None
+        self._before = 0
         self.extra: int | None = None
 
     def look(self) -> None:
@@ -134,10 +134,10 @@ class MemoryWatch:
         if not (self._folder / MEMORY).exists():
             return
         now = proportional_bytes(harness.marked(self._mark))
-        if self._before is None:
-            self._before = now
-            (self._folder / BASELINE).touch()
-        self.extra = max(self.extra or 0, now - self._before)
+        if not (self._folder / SAVING).exists():
+            self._before = max(self._before, now)
+        elif self._before:
+            self.extra = max(self.extra or 0, now - self._before)
 
 
 def proportional_bytes(pids: Sequence[int]) -> int:

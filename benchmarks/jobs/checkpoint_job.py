@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.checkpoint_names import BASELINE, CALIBRATION, MEMORY
+from benchmarks.checkpoint_names import CALIBRATION, MEMORY, SAVING
 from benchmarks.jobs import checkpoint_nvrx
 from benchmarks.jobs.checkpoint_methods import LIMIT_S, Method, forget_files, sync_files
 from benchmarks.jobs.checkpoint_model import Training
@@ -29,6 +30,10 @@ from benchmarks.jobs.checkpoint_systems import MAKERS
 
 if "nvrx" in "".join(sys.argv):
     checkpoint_nvrx.stand_in_for_cuda()  # also in workers, which import this file anew
+
+
+WATCH_S = 0.6
+"""How long memory is watched in steps without a save, at least."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,10 +47,22 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, required=True, help="with which this rank computes")
     add("--pin", action="store_true", help="compute on one core, and leave the others alone")
     add("--saves", type=int, required=True)
+    add("--phase-s", type=float, required=True, help="after which 2 saves of a kind are enough")
     add("--window", type=int, required=True, help="steps after a save that count, at least")
     add("--quiet", type=int, required=True, help="steps between saves")
     add("--pairs", type=int, default=0)
     return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class InTraining:
+    """A save while training goes on. Seconds from the call: until it returned, until the end of the
+    step in which it was found done, until the end of all ``steps`` that count."""
+
+    call_s: float
+    done_s: float
+    window_s: float
+    steps: int
 
 
 class Job:
@@ -97,22 +114,23 @@ class Job:
 
     # --- one save ---------------------------------------------------------------------------------
 
-    def save_in_training(self) -> tuple[float, float, int]:
-        """Save while training goes on: seconds of the call, and of it with the steps until it was
-        done; and the number of these steps."""
+    def save_in_training(self) -> InTraining:
+        """Save while training goes on, until it is done and the steps that count are made."""
         self._begin()
         began = time.perf_counter()
         self.method.save(self._step)
         called = time.perf_counter()
-        steps, done = 0, False
-        while steps < self.args.window or not done:
+        steps, done_s = 0, 0.0
+        while steps < self.args.window or not done_s:
             done = self.step()
             steps += 1
+            if done and not done_s:
+                done_s = time.perf_counter() - began
             if time.perf_counter() - began > LIMIT_S:
                 raise TimeoutError(f"a save is not done after {LIMIT_S:g} s and {steps} steps")
         ended = time.perf_counter()
         self._end()
-        return called - began, ended - began, steps
+        return InTraining(called - began, done_s, ended - began, steps)
 
     def save_at_rest(self) -> float:
         """Save while training waits: seconds until the files are durable."""
@@ -133,6 +151,12 @@ class Job:
         if self._step and self.rank == 0:
             self.method.remove(self._step)
         self._step += 1
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let the disk finish what came before, removals too: it is not to be measured."""
+        if self.rank == 0:
+            os.sync()
         dist.barrier()
 
     def _end(self) -> None:
@@ -154,9 +178,9 @@ class Job:
         self.found["tensors"] = sum(1 for _ in self.training.tensors())
 
     def memory_copies(self, times: int) -> None:
-        """The same bytes copied in memory, by one thread, by those of training, by all cores."""
+        """The same bytes copied in memory, by one thread and by as many as training has."""
         tensors = [tensor for _, tensor in self.training.tensors()]
-        counts = {"one": 1, "training": self.args.threads, "all": len(self._cores)}
+        counts = {"one": 1, "training": self.args.threads}
         copies: dict[str, list[float]] = {name: [] for name in counts}
         for _ in range(times):
             for name, threads in counts.items():
@@ -167,12 +191,13 @@ class Job:
         """Those before the ones that count; memory is watched."""
         if self.rank == 0:
             (self.args.folder / MEMORY).touch()
-            deadline = time.monotonic() + 20.0
-            while not (self.args.folder / BASELINE).exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-        dist.barrier()
+        began = time.perf_counter()
+        while not self.all_agree(time.perf_counter() - began > WATCH_S):
+            self.step()  # gradients come and go: their memory is none of the saves'
+        if self.rank == 0:
+            (self.args.folder / SAVING).touch()
         self.method.prepare()
-        self.found["first_call_s"] = self.save_in_training()[0]
+        self.found["first_call_s"] = self.save_in_training().call_s
         for _ in range(max(0, self.method.learns - 1)):
             self.save_in_training()
         if self.rank == 0:
@@ -180,23 +205,34 @@ class Job:
 
     def saves(self) -> None:
         """Saves while training goes on, with steps without a save before each."""
-        call, window, steps, quiet = [], [], [], []
-        for _ in range(self.args.saves):
+        saves: list[InTraining] = []
+        quiet: list[list[float]] = []
+        for _ in self._rounds():
             self.step()  # after a pause
             quiet.append([self.timed_step() for _ in range(self.args.quiet)])
-            blocked, whole, count = self.save_in_training()
-            call.append(blocked)
-            window.append(whole)
-            steps.append(count)
+            saves.append(self.save_in_training())
         usual = statistics.median(length for row in quiet for length in row)
-        self.found |= {"step_s": usual, "quiet_s": quiet, "call_s": call, "window_steps": steps}
-        self.found["done_in_training_s"] = window
-        self.found["lost_s"] = [
-            whole - count * usual for whole, count in zip(window, steps, strict=True)
-        ]
+        self.found |= {
+            "step_s": usual,
+            "quiet_s": quiet,
+            "call_s": [one.call_s for one in saves],
+            "done_in_training_s": [one.done_s for one in saves],
+            "window_steps": [one.steps for one in saves],
+            "lost_s": [one.window_s - one.steps * usual for one in saves],
+        }
+
+    def _rounds(self) -> Iterator[int]:
+        """Up to ``saves`` numbers; fewer, but at least 2, where that takes too long."""
+        began = time.perf_counter()
+        for number in range(self.args.saves):
+            late = number >= 2 and time.perf_counter() - began > self.args.phase_s
+            if not self.all_agree(not late):
+                return
+            yield number
 
     def at_rest(self) -> None:
-        self.found["durable_s"] = [self.save_at_rest() for _ in range(self.args.saves)]
+        """Saves while training waits."""
+        self.found["durable_s"] = [self.save_at_rest() for _ in self._rounds()]
 
     def values(self) -> None:
         """A save right after which all values change; what it has is compared when it is loaded."""
@@ -252,7 +288,7 @@ class Job:
 
     def _alone(self, work: Any) -> float:
         """Seconds of ``work``, done by rank 0 while the others wait; 0 on these."""
-        dist.barrier()
+        self._settle()
         seconds: float = work() if self.rank == 0 else 0.0
         dist.barrier()
         return seconds

@@ -80,9 +80,10 @@ class Training:
         world = dist.get_world_size()
         if world > 1:
             mesh = init_device_mesh("cpu", (world,))
+            # Gathered once a step: through loopback a second time would be most of the step.
             for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+                fully_shard(block, mesh=mesh, reshard_after_forward=False)
+            fully_shard(model, mesh=mesh, reshard_after_forward=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         torch.manual_seed(SEED + 1 + dist.get_rank())
         return cls(model, optimizer, torch.randint(WORDS, (1, length)))

@@ -17,6 +17,8 @@ from benchmarks.checkpoint_names import BY_NAME, OPTIONS, SYSTEMS
 from benchmarks.jobs.checkpoint_raw import REQUEST, RawFiles, copy_seconds
 from benchmarks.jobs.checkpoint_systems import MAKERS
 
+pytestmark = pytest.mark.process
+
 
 def test_what_is_given_besides_quick_counts() -> None:
     args = parse_arguments(["--quick", "--systems", "dcp"])
@@ -62,6 +64,7 @@ def test_raw_files_are_written_whole_and_read(
     assert not (tmp_path / "raw").exists()
 
 
+@pytest.mark.slow
 def test_quick_measures_torch_and_keepstep_and_leaves_nothing(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

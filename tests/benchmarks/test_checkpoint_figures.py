@@ -13,7 +13,7 @@ def rank(**values: object) -> dict[str, Any]:
     found: dict[str, Any] = {
         "state_bytes": 1000,
         "tensors": 8,
-        "copy_s": {"one": [0.3, 0.3], "training": [0.2, 0.2], "all": [0.1, 0.1]},
+        "copy_s": {"one": [0.3, 0.3], "training": [0.2, 0.2]},
         "first_call_s": 0.5,
         "step_s": 0.4,
         "quiet_s": [[0.4, 0.5], [0.3, 0.4]],
@@ -68,7 +68,7 @@ def test_a_job_that_failed_gives_an_error_and_no_figures() -> None:
 
 
 def test_a_copy_takes_as_long_as_on_the_slowest_rank() -> None:
-    slow = rank(copy_s={"one": [0.7, 0.1], "training": [0.0], "all": [0.0]})
+    slow = rank(copy_s={"one": [0.7, 0.1], "training": [0.0]})
     assert copies(scenario(dcp=run(rank(), slow)), "one") == [0.7, 0.3]
 
 
