@@ -121,7 +121,7 @@ class MemoryWatch:
         folder: Of the job. mark: What all its processes have in their environment.
 
     Attributes:
-        extra: Most bytes in steps with saves above the most in steps before; None before they begin.
+        extra: Most bytes in steps with saves above the most before; None until they begin.
     """
 
     def __init__(self, folder: Path, mark: str) -> None:
