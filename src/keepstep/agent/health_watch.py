@@ -18,9 +18,7 @@ _MIN_MEMORY_BYTES = 64 << 20
 def checks_of(spec: Launch) -> list[HealthCheck]:
     """What is checked on this node."""
     return [
-        CheckpointFolder(
-            Path(spec.config.checkpoint.dir), limit_s=spec.config.checkpoint.stall_s
-        ),
+        CheckpointFolder(Path(spec.config.checkpoint.dir), limit_s=spec.config.checkpoint.stall_s),
         MemoryAvailable(_MIN_MEMORY_BYTES),
         WallClock(),
         GpuPresence(0),
