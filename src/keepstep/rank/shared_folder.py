@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from pathlib import Path
 
 import msgspec
 
+from keepstep.checkpoint import layout
 from keepstep.clock import SYSTEM, Clock
 from keepstep.errors import CheckpointNotWritable
 from keepstep.rank import exchange
@@ -72,7 +72,7 @@ def check(root: Path, rank: int, world: int, clock: Clock = SYSTEM) -> None:
 def _leave(root: Path) -> str:
     """Make a file in ``root`` for the others to look for; returns its name."""
     root.mkdir(parents=True, exist_ok=True)
-    name = f".shared-{secrets.token_hex(8)}.tmp"
+    name = layout.temporary_name("shared")  # the next save removes it if this process is killed
     (root / name).write_text(name)
     return name
 
