@@ -42,7 +42,7 @@ def test_ranks_that_do_not_see_the_folder_are_named_with_their_hosts(
     assert errors[0].startswith("CheckpointNotWritable the checkpoint folder is not shared by all")
     assert f"1 of 3 do not see what rank 0 on {os.uname().nodename} wrote there" in errors[0]
     assert f"rank 1 on {os.uname().nodename}" in errors[0]
-    assert not list(root.glob(".shared-*"))
+    assert not list(root.glob(".shared.*"))
     assert not list(root.glob("step-*"))
 
 
