@@ -40,8 +40,8 @@ class Spec:
     shape: tuple[int, ...]
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A plain tensor of that shape and type."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        """A plain tensor of that shape and type, to be filled."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` (globally, for a DTensor) has that shape and type."""
@@ -149,7 +149,7 @@ def targets(
         if present is None or not spec.fits(present):
             result[name] = spec.empty(present.device if present is not None else "cpu")
         else:
-            result[name] = present if in_place else torch.zeros_like(present.detach())
+            result[name] = present if in_place else torch.empty_like(present.detach())
     return result
 
 

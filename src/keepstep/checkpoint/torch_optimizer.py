@@ -223,7 +223,8 @@ class OptimizerPart:
             group = self._optimizer.param_groups[owner.group]
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
             return spec.empty("cpu" if on_host else parameter.device)
-        return torch.zeros_like(parameter.detach(), dtype=spec.dtype)
+        # Every element of it is in the checkpoint: filling it first would touch the memory twice.
+        return torch.empty_like(parameter.detach(), dtype=spec.dtype)
 
     def apply(self, value: Mapping[str, object], loaded: Mapping[str, torch.Tensor]) -> None:
         stored, rests = _by_prefix(loaded), _rests(value)
