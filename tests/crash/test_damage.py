@@ -24,6 +24,8 @@ from tests.checkpoint import foreign_files
 from tests.checkpoint.torch_worlds import fake_world, sharded, version, write
 from tests.crash.damage import Damage, damages
 
+pytestmark = pytest.mark.process
+
 FOLDER = "step-00000010"
 OLD, NEW = 5, 10
 KINDS = ["native-1", "native-3", "torch", "dcp"]

@@ -11,7 +11,7 @@ from keepstep.checkpoint import layout
 from tests.crash.tracing import Point, Strace
 from tests.training.gated_run import Launch, keepstep, undisturbed
 
-pytestmark = [pytest.mark.training, pytest.mark.needs("strace")]
+pytestmark = [pytest.mark.training, pytest.mark.full, pytest.mark.needs("strace")]
 
 _NEXT = 10
 """The step whose save is struck; the one before is committed."""
@@ -36,7 +36,6 @@ def _is_clean(root: Path) -> bool:
     ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "point",
     [
@@ -67,13 +66,7 @@ def test_a_writer_killed_in_a_save_costs_no_step(tmp_path: Path, point: Point) -
 
 @pytest.mark.parametrize(
     "point",
-    [
-        Point("link", 1),
-        *(
-            pytest.param(point, marks=pytest.mark.full)
-            for point in (Point("fsync", 1), Point("unlink", 1), Point("fsync", 3))
-        ),
-    ],
+    [Point("fsync", 1), Point("link", 1), Point("unlink", 1), Point("fsync", 3)],
     ids=str,
 )
 def test_a_coordinator_killed_in_a_commit_leaves_the_old_step_or_the_new(
