@@ -98,6 +98,7 @@ def test_output_reaches_the_terminal_by_line_with_its_rank_and_stays_in_the_logs
         "rank-00001-000.stdout.log",
         "rank-00001-000.stderr.log",
         "coordinator.log",
+        "lease.log",
         "writer.log",
         "zygote.log",
     }

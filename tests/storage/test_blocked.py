@@ -36,6 +36,7 @@ def test_a_blocked_coordinator_is_told_of_and_the_run_goes_on_when_it_answers(
         assert run.wait() == 0
 
 
+@pytest.mark.full
 def test_a_coordinator_that_stays_blocked_does_not_hold_up_the_end_for_ever(tmp_path: Path) -> None:
     with job(tmp_path, "--set", "checkpoint.write_limit_s=2") as run:
         run.running(nproc=1)

@@ -46,7 +46,8 @@ def test_training_goes_on_the_operator_is_told_and_after_the_thaw_saves_go_on(
             job.committed_is(15)
             job.open("step-26")
             assert job.end() == 0, job.ending
-        assert job.commits() == [5, 10, 15, 30]
+        # Both that waited are written at once: either may be the first.
+        assert sorted(job.commits()) == [5, 10, 15, 30]
         assert [one["process"] for one in job.data("storage.moves")] == ["writer"]
         assert job.said("storage goes on after") == 1
         assert job.digest == undisturbed()[0]
@@ -71,7 +72,7 @@ def test_ranks_that_wait_for_frozen_storage_do_not_hang(tmp_path: Path) -> None:
             assert job.end() == 0, job.ending
         assert job.causes() == []
         assert job.data("rank.hung") == []
-        assert job.commits() == [5, 10, 15, 20, 25, 30]
+        assert sorted(job.commits()) == [5, 10, 15, 20, 25, 30]
 
 
 def test_a_run_that_cannot_save_its_end_ends_all_the_same_and_says_so(tmp_path: Path) -> None:
@@ -92,6 +93,7 @@ def test_a_run_that_cannot_save_its_end_ends_all_the_same_and_says_so(tmp_path: 
         assert [one.step for one in catalog.committed(root)][-1] == 5
 
 
+@pytest.mark.full
 def test_a_run_folder_that_freezes_costs_events_and_not_the_run(tmp_path: Path) -> None:
     with ext4(tmp_path) as disk:
         run_dir = disk.path / "run"

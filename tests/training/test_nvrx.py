@@ -63,7 +63,7 @@ def check(kind: str, rank: int, step: int, fault: dict[str, object]) -> None:
     ("group", "world"),
     [
         *((group, 2) for group in GROUPS),
-        ("soft", 4),
+        pytest.param("soft", 4, marks=pytest.mark.full),
         pytest.param("ends", 4, marks=pytest.mark.full),
         pytest.param("frozen", 4, marks=pytest.mark.full),
     ],
