@@ -54,6 +54,7 @@ def test_training_goes_on_the_operator_is_told_and_after_the_thaw_saves_go_on(
         assert catalog.committed(root)[0].step == 30
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_frozen_storage_do_not_hang(tmp_path: Path) -> None:
     with ext4(tmp_path) as disk:
         flags = [*STALL, "--set", f"checkpoint.dir={disk.path / 'checkpoints'}"]

@@ -53,8 +53,16 @@ def _check(kind: str, rank: int, step: int, fault: dict[str, object]) -> None:
     assert isinstance(fault["detect_s"], float) and isinstance(fault["recover_s"], float)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("group", "world"),
+    [
+        *((group, 2) for group in GROUPS),
+        ("soft", 4),
+        ("ends", 4),
+        pytest.param("hangs", 4, marks=pytest.mark.full),
+        pytest.param("desync", 4, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.needs("root", "cgroup_memory")
 def test_weights_equal_the_undisturbed_runs_after_every_fault_on_every_rank(
     group: str, world: int, tmp_path: Path, undisturbed: Outcome
