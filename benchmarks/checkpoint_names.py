@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MEMORY, SAVING = "memory", "saving"
-"""File of a job that is there while its memory is watched, and one that is there from the moment
-when steps with saves begin."""
+MEMORY, SAVING, SEEN = "memory", "saving", "seen"
+"""Files of a job: there while its memory is watched; from the moment when steps with saves begin;
+once their memory was looked at."""
 CALIBRATION = (16, 96)
 """Lengths of the input whose time is measured to find the one that was asked for."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.checkpoint_names import MEMORY, SAVING
+from benchmarks.checkpoint_names import MEMORY, SAVING, SEEN
 from benchmarks.systems import free_port
 
 JOB = Path(__file__).parent / "jobs" / "checkpoint_job.py"
@@ -138,6 +138,7 @@ class MemoryWatch:
             self._before = max(self._before, now)
         elif self._before:
             self.extra = max(self.extra or 0, now - self._before)
+            (self._folder / SEEN).touch()
 
 
 def proportional_bytes(pids: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.checkpoint_names import CALIBRATION, MEMORY, SAVING
+from benchmarks.checkpoint_names import CALIBRATION, MEMORY, SAVING, SEEN
 from benchmarks.jobs import checkpoint_nvrx
 from benchmarks.jobs.checkpoint_methods import LIMIT_S, Method, forget_files, sync_files
 from benchmarks.jobs.checkpoint_model import Training
@@ -201,6 +201,9 @@ class Job:
         for _ in range(max(0, self.method.learns - 1)):
             self.save_in_training()
         if self.rank == 0:
+            ends = time.perf_counter() + WATCH_S
+            while not (self.args.folder / SEEN).exists() and time.perf_counter() < ends:
+                time.sleep(0.01)  # saves of a tiny state are over before anybody has looked
             (self.args.folder / MEMORY).unlink(missing_ok=True)
 
     def saves(self) -> None:

@@ -85,6 +85,5 @@ def test_quick_measures_torch_and_keepstep_and_leaves_nothing(tmp_path: Path) ->
         "keepstep-overlap": [""],
     }
     assert all(run["ranks"][0]["wrong_tensors"] == 0 for found in runs.values() for run in found)
-    # Saves this small may end between two looks at memory: then there is no figure.
-    assert all((run["memory_bytes"] or 0) >= 0 for found in runs.values() for run in found)
+    assert all(run["memory_bytes"] is not None for found in runs.values() for run in found)
     assert list(disk.iterdir()) == []
