@@ -15,19 +15,7 @@ from keepstep.ports import PendingWrite, ShardWriter
 from keepstep.rank.shard_writer import NativeShardWriter, Slot, Staging
 from keepstep.wire.types import Version
 from tests.checkpoint.torch_worlds import save, version
-
-
-class Done:
-    """A save that is over."""
-
-    def staged(self) -> bool:
-        return True
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float) -> None:
-        return None
+from tests.rank.copies import Committed
 
 
 class OneSlot:
@@ -57,7 +45,7 @@ class OneSlot:
 
     def submit(self, slot: Slot, size: int, version: Version) -> PendingWrite:
         self.submitted.append((size, version))
-        return Done()
+        return Committed()
 
     def close(self, abort: bool = False) -> None:
         self.slot.buffer.close()

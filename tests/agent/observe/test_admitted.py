@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 
 from keepstep import events as ev
 from tests.agent.observe.watched_rounds import FAILED, LOST, Run, config_of
-
-
-@pytest.fixture
-def run() -> Iterator[Run]:
-    """In round 1, after step 7; NVRx restarts in the processes."""
-    made = Run(config_of())
-    made.start()
-    made.join(1)
-    made.step(1, 7)
-    yield made
-    made.close()
 
 
 def test_the_first_round_may_begin_and_the_next_one_not_before_a_failure(run: Run) -> None:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from keepstep import events as ev
 from keepstep.shm import Phase
 from keepstep.wire.messages import Evidence, Notice, Stalled
 from tests.agent.observe.watched_rounds import FAILED, LOST, Run, config_of
-
-
-@pytest.fixture
-def run() -> Iterator[Run]:
-    """In round 1, after step 7; NVRx restarts in the processes."""
-    made = Run(config_of())
-    made.start()
-    made.join(1)
-    made.step(1, 7)
-    yield made
-    made.close()
-
 
 # --- rounds --------------------------------------------------------------------------------------
 
